@@ -1,0 +1,121 @@
+"""The closed loop: any actor and any critic, fed their own outputs, with the residuals of every round on record.
+
+An actor is a callable ``(log_pi, Q, eta) -> log_pi_next``; a critic a callable ``(mdp, log_pi_next, Q, rng) -> Q_next``.
+Both work on float64 ``[*batch, S, A]``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .bounds import actor_residual, critic_residual, greedy_gap, transition_lift
+from .mdp import MDP, Solution, backup, solve
+from .pmd import Eta, check_log_policy, eta_at, mix_floor, pmd_step, uniform_log_policy
+
+Actor = Callable[[Tensor, Tensor, float | Tensor], Tensor]
+Critic = Callable[[MDP, Tensor, Tensor, np.random.Generator | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """History of a closed loop of T rounds.
+
+    Attributes:
+        log_pi, Q: ``[T + 1, *batch, S, A]``, the start included; ``log_pi[-1]`` is the returned policy.
+        E: ``||Q* - Q_k||_inf``, ``[T + 1, *batch]``.
+        zeta: actor residual against the exact PMD step in the same context, measured after the floor, ``[T, *batch]``.
+        delta: critic residual against the exact one-step backup in the same context, ``[T, *batch]``.
+        gbar: transition-lifted greedy gap, ``[T, *batch]``.
+        gmax: largest greedy gap over states, ``[T, *batch]``.
+    """
+
+    log_pi: Tensor
+    Q: Tensor
+    E: Tensor
+    zeta: Tensor
+    delta: Tensor
+    gbar: Tensor
+    gmax: Tensor
+
+
+def exact_actor(log_pi: Tensor, Q: Tensor, eta: float | Tensor) -> Tensor:
+    """The exact PMD step."""
+    return pmd_step(log_pi, Q, eta)
+
+
+def exact_critic(mdp: MDP, log_pi_next: Tensor, Q: Tensor, rng: np.random.Generator | None = None) -> Tensor:
+    """The exact one-step backup F^{pi_next} Q."""
+    return backup(mdp, log_pi_next.exp(), Q)
+
+
+def _start(name: str, value: Tensor | None, default: Tensor) -> Tensor:
+    if value is None:
+        return default
+    value = torch.as_tensor(value).to(default)
+    if value.shape != default.shape:
+        raise ValueError(f"{name} must have shape {tuple(default.shape)}, got {tuple(value.shape)}")
+    if not torch.isfinite(value).all():
+        at = tuple((~torch.isfinite(value)).nonzero()[0].tolist())
+        raise ValueError(f"{name} must be finite, got {value[at].item()} at index {at}")
+    return value
+
+
+def closed_loop(
+    mdp: MDP,
+    actor: Actor,
+    critic: Critic,
+    *,
+    rounds: int,
+    eta: Eta,
+    log_pi: Tensor | None = None,
+    Q: Tensor | None = None,
+    floor: float = 0.0,
+    rng: np.random.Generator | None = None,
+    solution: Solution | None = None,
+) -> Trajectory:
+    """Run `rounds` rounds, policy first, and record every residual (book, chapter 03).
+
+    Args:
+        mdp: MDPs ``[*batch]``.
+        actor, critic: see the module's text; `exact_actor` and `exact_critic` give Q-TD-PMD itself.
+        rounds: number of rounds, >= 1.
+        eta: step size: a scalar, a ``[*batch]`` tensor or a callable of the round.
+        log_pi, Q: the start ``[*batch, S, A]``; uniform and 0 if not given.
+        floor: mass mixed with the uniform policy after each actor call, ``0 <= floor < 1``.
+        rng: generator handed to the critic, for critics that sample.
+        solution: `solve(mdp)` if it is known already.
+
+    Raises:
+        ValueError: for a bad start, step size or floor, or when the actor returns rows that are not finite and
+            normalised or the critic a non-finite value; the round and the index are named.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be >= 1, got {rounds}")
+    log_pi = _start("log_pi", log_pi, uniform_log_policy(mdp))
+    Q = _start("Q", Q, torch.zeros_like(mdp.R))
+    check_log_policy(log_pi)
+    Q_star = (solution or solve(mdp)).Q_star
+    log_pis, Qs, E = [log_pi], [Q], [(Q_star - Q).abs().amax((-2, -1))]
+    zeta, delta, gbar, gmax = [], [], [], []
+    for k in range(rounds):
+        eta_k = eta_at(eta, k, mdp.batch_shape)
+        log_pi_next = actor(log_pi, Q, eta_k).to(torch.float64)
+        check_log_policy(log_pi_next, f"the actor's log_pi of round {k}")
+        log_pi_next = mix_floor(log_pi_next, floor)
+        Q_next = critic(mdp, log_pi_next, Q, rng).to(torch.float64)
+        if not torch.isfinite(Q_next).all():
+            at = tuple((~torch.isfinite(Q_next)).nonzero()[0].tolist())
+            raise ValueError(f"the critic's Q of round {k} is {Q_next[at].item()} at index {at}")
+        gap = greedy_gap(log_pi_next, Q)
+        zeta.append(actor_residual(log_pi, Q, eta_k, log_pi_next))
+        delta.append(critic_residual(mdp, log_pi_next, Q, Q_next))
+        gbar.append(transition_lift(mdp, gap))
+        gmax.append(gap.amax(-1))
+        log_pi, Q = log_pi_next, Q_next
+        log_pis.append(log_pi)
+        Qs.append(Q)
+        E.append((Q_star - Q).abs().amax((-2, -1)))
+    return Trajectory(*(torch.stack(x) for x in (log_pis, Qs, E, zeta, delta, gbar, gmax)))
