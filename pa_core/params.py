@@ -3,7 +3,7 @@
 A chapter declares its parameters in one code cell tagged `parameters`, a line for each:
 
     eta: float = 0.5  # step size of the actor [1/reward] {0 < x <= 100}
-    seed: int = 0  # spawn key; 0 is the book's {x >= 0}
+    seed: int = 0  # spawn key, 0 in the book {x >= 0}
 
 Types are int, float, bool and str.  The unit and the limits may be left out; limits are a chain of
 comparisons of x with numbers, or the values that are allowed: {uniform | greedy}.  The grammar is
@@ -125,7 +125,7 @@ def parse(source: str) -> dict[str, Parameter]:
         parameter = _parse_line(statement, comments.get(statement.end_lineno, ""), ast.get_source_segment(source, statement))
         declared[parameter.name] = parameter
     if "seed" not in declared or declared["seed"].type is not int:
-        raise ParameterError("the parameters cell needs `seed: int = 0  # spawn key; 0 is the book's {x >= 0}`")
+        raise ParameterError("the parameters cell needs `seed: int = 0  # spawn key, 0 in the book {x >= 0}`")
     return declared
 
 
