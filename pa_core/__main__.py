@@ -11,7 +11,7 @@ DESCRIPTION = "PolicyAttention, reproduced: build the book, run one chapter with
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command.  Exit codes: 0 done, 1 a chapter, check or page failed, 2 the request can't be carried out."""
-    from pa_core.chapters import BookError
+    from .chapters import BookError
 
     arguments = _parser().parse_args(_join_parameters(sys.argv[1:] if argv is None else argv))
     arguments.root = arguments.root.resolve()
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def build_command(arguments) -> int:
-    from pa_core import book, chapters, site
+    from . import book, chapters, site
 
     with book.build_lock(arguments.root):
         content = chapters.read_book(arguments.root)
@@ -94,7 +94,7 @@ def build_command(arguments) -> int:
 def run_command(arguments) -> int:
     import nbformat
 
-    from pa_core import book, chapters, execute, params, site
+    from . import book, chapters, execute, files, params, site
 
     chapter = chapters.read_book(arguments.root).find(arguments.chapter)
     given = {}
@@ -118,7 +118,7 @@ def run_command(arguments) -> int:
     if note:
         book.insert_banner(outcome.notebook, note)
     notebook = out / f"{chapter.name}.ipynb"
-    execute.write_atomically(notebook, nbformat.writes(outcome.notebook) + "\n")
+    files.write_atomically(notebook, nbformat.writes(outcome.notebook) + "\n")
     if outcome.error:
         return _fail([outcome.error], f"executed so far: {notebook}")
     site.build_one_page(notebook, arguments.root, out / "html")
@@ -127,7 +127,7 @@ def run_command(arguments) -> int:
 
 
 def chapters_command(arguments) -> int:
-    from pa_core import book, chapters
+    from . import book, chapters
 
     times = book.execution_times(arguments.root)
     for chapter in chapters.read_book(arguments.root).chapters:
@@ -143,7 +143,7 @@ def chapters_command(arguments) -> int:
 
 
 def accept_command(arguments) -> int:
-    from pa_core import book, chapters, references
+    from . import book, chapters, references
 
     with book.build_lock(arguments.root):
         content = chapters.read_book(arguments.root)

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import nbformat
 
-from pa_core import params
-from pa_core.chapters import Book, BookError, Chapter
-from pa_core.execute import run_chapter, write_atomically
+from . import params
+from .chapters import Book, BookError, Chapter
+from .execute import run_chapter
+from .files import write_atomically
 
 PROFILES = ("full", "smoke")
 CLAIM = "application/vnd.pa-core.claim+json"
@@ -92,7 +93,8 @@ def collect_claims(notebooks: list[Path]) -> list[dict]:
                 if claim is None:
                     continue
                 if claim["id"] in claims:
-                    raise BookError(f"claim {claim['id']} is recorded by {claims[claim['id']]['chapter']} and {path.stem}")
+                    before = claims[claim["id"]]["chapter"]
+                    raise BookError(f"claim {claim['id']} is recorded twice, in {before} and {path.stem}")
                 claims[claim["id"]] = {**claim, "chapter": path.stem, "cell": cell["id"]}
     return list(claims.values())
 
@@ -139,7 +141,7 @@ def _execute(jobs: dict, profile: str, times: dict, workers: int, force: bool, *
             else:
                 times[chapter.name] = round(seconds, 1)
                 write_atomically(chapter.root / "_build" / profile / "times.json", json.dumps(times, sort_keys=True))
-            shown.done(error or f"{chapter.name} ({seconds:.0f} s)")
+            shown.done(f"{chapter.name} {'FAILED' if error else 'done'} ({seconds:.0f} s)")
     shown.close()
     return errors
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from pa_core import params, sources
+from . import params, sources
 
 _FRONT_MATTER = {"smoke": dict, "artifacts": list, "after": str, "unchecked": str}
 _PINS = ("requirements.txt", "constraints.txt")  # they decide what a chapter's imports mean

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import nbformat
 
-from pa_core.chapters import CHECK_CALL, Chapter
-from pa_core.params import INJECTED
+from .chapters import CHECK_CALL, Chapter
+from .params import INJECTED
 
 CELL_TIMEOUT = 1800  # seconds; no chapter cell may take nearly as long
 # Unset in kernels, because each can change results, figures or what is written to stderr.
 _UNWANTED = ("MPLBACKEND", "MATPLOTLIBRC", "PYTHONWARNINGS", "PYTHONSTARTUP", "PYTHONPATH")
+# Cells that readers can unfold, with the words on the fold.
+_FOLDED = {"parameters": "The parameters as code", "injected-parameters": "The values given to this run"}
 
 
 @dataclass(frozen=True)
@@ -109,33 +111,20 @@ def strip(notebook: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode:
     for key in ("papermill", "jupytext"):
         notebook.metadata.pop(key, None)
     cells = [cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])]
-    for index, cell in enumerate(cells):
-        cell["id"] = f"{name[:50]}-{index}"
+    counts = {"code": 0, "markdown": 0, "raw": 0}
+    for cell in cells:
+        counts[cell.cell_type] += 1  # apart for each type: prose may change without renumbering the code
+        cell["id"] = f"{name[:40]}-{cell.cell_type}-{counts[cell.cell_type]}"
         for key in ("papermill", "execution"):
             cell.metadata.pop(key, None)
         tags = cell.metadata.get("tags", [])
-        if "parameters" in tags or "injected-parameters" in tags:
-            _add_tag(cell, "hide-input")
-        elif cell.cell_type == "code" and cell.source.endswith(CHECK_CALL):
-            _add_tag(cell, "remove-input")
+        for tag, prompt in _FOLDED.items():
+            if tag in tags:
+                cell.metadata["tags"] = [*tags, "hide-input"]
+                cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt}
+        if cell.cell_type == "code" and cell.source.endswith(CHECK_CALL):
+            cell.metadata["tags"] = [*tags, "remove-input"]
         if cell.cell_type == "code" and cell.source.startswith(INJECTED):
             cell["source"] = cell.source.rstrip()
     notebook["cells"] = cells
     return notebook
-
-
-def _add_tag(cell, tag: str) -> None:
-    tags = cell.metadata.get("tags", [])
-    if tag not in tags:
-        cell.metadata["tags"] = [*tags, tag]
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that readers, and a kill at any moment, see the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ import math
 import re
 import tokenize
 from dataclasses import dataclass
+from itertools import pairwise
 
 INJECTED = "# Parameters"  # first line of the cell that Papermill adds after the parameters cell
 # Filled by the builder with a place in the repository: never a reason for the "not the book's numbers" banner.
@@ -89,7 +90,7 @@ class Parameter:
             numbers = []
         if len(numbers) not in (2, 3) or "x" not in parts[::2]:
             raise ParameterError(f"{self.name}: can't read the limits {{{self.allowed}}}; write {{lo < x <= hi}}")
-        return all(_COMPARISON[parts[2 * i + 1]](a, b) for i, (a, b) in enumerate(zip(numbers, numbers[1:])))
+        return all(_COMPARISON[sign](*pair) for sign, pair in zip(parts[1::2], pairwise(numbers), strict=True))
 
 
 def _convert(kind: type, value):
@@ -122,14 +123,15 @@ def parse(source: str) -> dict[str, Parameter]:
         raise ParameterError(f"the parameters cell is not Python: {error}") from None
     declared = {}
     for statement in statements:
-        parameter = _parse_line(statement, comments.get(statement.end_lineno, ""), ast.get_source_segment(source, statement))
+        text = ast.get_source_segment(source, statement)
+        parameter = _parse_line(statement, text, comments.get(statement.end_lineno, ""))
         declared[parameter.name] = parameter
     if "seed" not in declared or declared["seed"].type is not int:
         raise ParameterError("the parameters cell needs `seed: int = 0  # spawn key, 0 in the book {x >= 0}`")
     return declared
 
 
-def _parse_line(statement: ast.stmt, comment: str, text: str) -> Parameter:
+def _parse_line(statement: ast.stmt, text: str, comment: str) -> Parameter:
     wanted = "`name: type = value  # meaning [unit] {lo < x <= hi}`"
     simple = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value
     kind = _TYPES.get(ast.unparse(statement.annotation)) if simple else None

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import nbformat
 
-from pa_core import book
-from pa_core.chapters import CHECKED_TAG, Book, BookError, Chapter
-from pa_core.execute import write_atomically
-from pa_core.params import INJECTED
+from . import book
+from .chapters import CHECKED_TAG, Book, BookError, Chapter
+from .files import write_atomically
+from .params import INJECTED
 
 # Float64 work: other CPUs and BLAS builds change the last digits of a double (about 1e-16 relative), and
 # linear solves amplify that by their condition number; 1e-6 leaves room for this and still shows any change
@@ -48,11 +48,10 @@ def differences(old: str, new: str, rtol: float) -> list[str]:
     The text around the numbers must be equal, but for the width of blanks and dashes, which aligned
     tables adapt to their numbers.
     """
-    numbers = list(zip(_NUMBER.findall(old), _NUMBER.findall(new)))
     if _frame(old) != _frame(new):
         return [f"{old.strip()!r} -> {new.strip()!r}"]
     found = []
-    for a, b in numbers:
+    for a, b in zip(_NUMBER.findall(old), _NUMBER.findall(new), strict=True):
         x, y = float(a), float(b)
         if x == y or math.isnan(x) and math.isnan(y):
             continue
@@ -116,8 +115,8 @@ def accept(content: Book, wanted: list[Chapter], *, workers: int = 2) -> list[st
         made = make_reference(nbformat.read(book.staged_path(chapter, "smoke"), as_version=4))
         for cell in made.cells:  # references read the claims that are committed beside them
             if cell.source.startswith(INJECTED):
-                staged = claims.relative_to(content.root).as_posix()
-                cell["source"] = cell.source.replace(staged, (folder / "claims.json").relative_to(content.root).as_posix())
+                staged, committed = (p.relative_to(content.root).as_posix() for p in (claims, folder / "claims.json"))
+                cell["source"] = cell.source.replace(staged, committed)
         wrong = problems(made, chapter)
         if wrong:
             errors.append(f"{chapter.name}: its reference would check nothing: {'; '.join(wrong)}")
@@ -142,17 +141,17 @@ def _report(path: Path, made: nbformat.NotebookNode) -> None:
     print(f"{path.stem}: {'unchanged' if old == new else 'changed'}")
     if len(old) != len(new):
         print(f"  {len(old)} -> {len(new)} checked outputs")
-    for (label, before), (_, after) in zip(old, new):
+    for (label, before), (_, after) in zip(old, new, strict=False):
         for change in differences(before, after, 0.0):
             print(f"  {label}: {change}")
 
 
 def _checked_texts(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
     texts = []
-    for number, cell in enumerate(notebook.cells, 1):
+    for cell in notebook.cells:
         for output in cell.outputs:
             for value in [output.text] if output.output_type == "stream" else output.get("data", {}).values():
-                texts.append((f"cell {number}", as_text(value)))
+                texts.append((f"In [{cell.execution_count}]", as_text(value)))
     return texts
 
 

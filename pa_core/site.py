@@ -12,7 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from pa_core.chapters import BookError, toc_files
+from .book import CLAIM
+from .chapters import BookError, toc_files
 
 # One file with all TeX extensions; the smaller tex-svg.js fetches missing ones and then renders nothing.
 _MATHJAX = "mathjax/static/mathjax/es5/tex-svg-full.js"
@@ -34,6 +35,7 @@ def build_html(staging: Path, target: Path, *, strict: bool = False) -> bool:
     shutil.rmtree(scratch, ignore_errors=True)
     source = scratch / "book"
     shutil.copytree(staging, source)
+    _hide_claims(source)
     mathjax = source / "_vendor" / Path(_MATHJAX).name  # outside _static: everything there is loaded by every page
     mathjax.parent.mkdir()
     shutil.copyfile(distribution("django-static-mathjax").locate_file(_MATHJAX), mathjax)
@@ -87,7 +89,11 @@ def build_one_page(notebook: Path, book_root: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     page = aside / "book" / notebook.name
     page.parent.mkdir(parents=True)
-    shutil.copyfile(notebook, page)
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    if any("{cite" in "".join(cell["source"]) for cell in content["cells"]):
+        text = "## References\n\n```{bibliography}\n:filter: docname in docnames\n```"
+        content["cells"].append({"cell_type": "markdown", "id": "references", "metadata": {}, "source": text})
+    page.write_text(json.dumps(content), encoding="utf-8")
     for name in ("_config.yml", "references.bib"):
         if (book_root / name).exists():
             shutil.copyfile(book_root / name, page.with_name(name))
@@ -102,7 +108,21 @@ def build_one_page(notebook: Path, book_root: Path, target: Path) -> None:
 
 def _relevant(output: str) -> str:
     """The warnings and errors in the log of jupyter-book, without colours and its farewell in a box."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", output).split("=====")[0].strip()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", output).split("=====")[0].splitlines()
+    usual = r"\s*$|Running Jupyter-Book|(Source|Config|Output) (Folder|Path):"
+    return "\n".join(line for line in lines if not re.match(usual, line))
+
+
+def _hide_claims(folder: Path) -> None:
+    """Drop from the notebooks below `folder` what is for the builder alone; myst-nb warns of unknown output types."""
+    for path in folder.rglob("*.ipynb"):
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        for cell in notebook["cells"]:
+            for output in cell.get("outputs", []):
+                output.get("data", {}).pop(CLAIM, None)
+            if "outputs" in cell:
+                cell["outputs"] = [o for o in cell["outputs"] if o.get("data", True)]
+        path.write_text(json.dumps(notebook), encoding="utf-8")
 
 
 def _is_made_from(target: Path, content: str, strict: bool) -> bool:
@@ -119,5 +139,6 @@ def _tree_hash(folder: Path) -> str:
     for tool in ("jupyter-book", "sphinx", "myst-nb", "sphinx-book-theme", "sphinxcontrib-bibtex"):
         digest.update(f"{tool} {distribution(tool).version}\n".encode())
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        digest.update(f"{path.relative_to(folder).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
     return digest.hexdigest()
