@@ -41,7 +41,12 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Record:
-    """What a forward pass saw: ``resid`` n_layer + 1 tensors ``[G, B, T, D]``, ``attention`` n_layer of ``[G, B, H, T, T]``."""
+    """What a forward pass saw.
+
+    Attributes:
+        resid: the residual stream before each block and at the end, n_layer + 1 tensors ``[G, B, T, D]``.
+        attention: the weights of each block, n_layer tensors ``[G, B, H, T, T]``.
+    """
 
     resid: list[Tensor]
     attention: list[Tensor]
@@ -129,9 +134,8 @@ class Decoder(nn.Module):
             chunk = q[..., start : start + self.query_chunk, :]
             seen = first + start + chunk.shape[-2]  # keys that the last query of the chunk may see
             scores = chunk @ k[..., :seen, :].transpose(-2, -1) / math.sqrt(self.config.d_head)  # [G, B, H, t, seen]
-            position = torch.arange(seen, device=q.device)
-            later = position > position[first + start :, None]
-            attention = scores.masked_fill(later, -math.inf).softmax(-1)
+            later = torch.ones(chunk.shape[-2], seen, dtype=torch.bool, device=q.device).triu(first + start + 1)
+            attention = (scores + torch.zeros_like(later, dtype=q.dtype).masked_fill(later, -math.inf)).softmax(-1)
             mixed.append(attention @ v[..., :seen, :])
             if weights is not None:
                 weights.append(F.pad(attention, (0, k.shape[-2] - seen)))
