@@ -58,6 +58,7 @@ class _Progress:
     seconds: float
     loss_sum: list[float]  # of each run, since the last audit
     log: list[dict[str, Any]]
+    provenance: list[dict[str, Any]]  # of the start, and of each resumption under other code or on another machine
 
 
 class Trainer:
@@ -81,7 +82,7 @@ class Trainer:
             fused=device.type != "mps",
         )
         self._loss = torch.compile(self.task.loss) if compiled else self.task.loss
-        self.progress = _Progress(0, 0.0, [0.0] * len(self.runs), [])
+        self.progress = _Progress(0, 0.0, [0.0] * len(self.runs), [], [provenance(device)])
         if state_path.exists():
             self._resume()
 
@@ -154,7 +155,10 @@ class Trainer:
                 f"{self.state_path}: began as {state['grouping']}, cannot go on as {self.grouping}; "
                 "a run resumes in the grouping in which it started (delete the file to start again)"
             )
+        here = self.progress.provenance[0]
         self.progress = _Progress(**state["progress"])
+        if here != self.progress.provenance[-1]:
+            self.progress.provenance.append(here)
         if not self.progress.step:
             return
         with torch.no_grad():
@@ -167,7 +171,6 @@ class Trainer:
 
     def save_runs(self, out: Path) -> None:
         """Write each finished run of the group to `out`, then drop the training state."""
-        origin = provenance(self.device)
         p = self.progress
         for g, run in enumerate(self.runs):
             log = [{k: v[g] if isinstance(v, list) else v for k, v in entry.items()} for entry in p.log]
@@ -180,7 +183,7 @@ class Trainer:
                 "steps": p.step,
                 "grouping": self.grouping,
                 "wall_seconds_of_group": round(p.seconds, 1),
-                "provenance": origin,
+                "provenance": p.provenance,
                 "log": log,
             }
             weights = {name: t.detach()[g : g + 1] for name, t in self.decoder.named_parameters()}
