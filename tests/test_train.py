@@ -50,7 +50,9 @@ def test_grouped_and_single_runs_agree_after_20_steps(cell, tmp_path):
             # of summation may differ by a whole step of the rate (1e-3 * 20/500 warmed up), hence the absolute part.
             torch.testing.assert_close(together, value, rtol=1e-4, atol=1e-4)
         loss = group.task.loss(group.decoder, {k: v[0] for k, v in batches.items()})[g]
-        torch.testing.assert_close(loss, single.task.loss(single.decoder, {k: v[0] for k, v in own.items()})[0], rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            loss, single.task.loss(single.decoder, {k: v[0] for k, v in own.items()})[0], rtol=1e-4, atol=0
+        )
 
 
 @pytest.mark.parametrize("cell", ["policy_attention_s4", "critic_s4"])
@@ -95,18 +97,25 @@ def test_damaged_state_is_refused_by_name(tmp_path):
         trainer(small("policy_attention_s4"), [0], tmp_path)
 
 
-@pytest.mark.parametrize("signal", ["policy_attention", "pmd_target", "reward_only", "policy_attention_increment", "policy_attention_raw"])
+@pytest.mark.parametrize(
+    "signal", ["policy_attention", "pmd_target", "reward_only", "policy_attention_increment", "policy_attention_raw"]
+)
 def test_an_actor_overfits_one_batch(signal, tmp_path):
     """Every signal drives its loss to the value of its own minimiser on one small batch."""
     config = small(f"{signal}_s4")
-    config = config.model_copy(update={"optimiser": config.optimiser.model_copy(update={"warmup_steps": 1, "weight_decay": 0.0, "lr": 3e-3})})
+    config = config.model_copy(
+        update={"optimiser": config.optimiser.model_copy(update={"warmup_steps": 1, "weight_decay": 0.0, "lr": 3e-3})}
+    )
     t = trainer(config, [0], tmp_path)
     batch = {k: v[0] for k, v in t.task.block(0, 1, 2).items()}
     q = batch["target"]
     best = {
         "pmd_target": -(q * q.clamp(min=1e-30).log()).sum(-1).mean(),
         "reward_only": torch.zeros(()),  # the best action has adv = 0
-    }.get(signal, (q * (q.clamp(min=1e-30).log() - batch["log_pi"] - batch["eta"][..., None, None] * batch["adv"])).sum(-1).mean())
+    }.get(
+        signal,
+        (q * (q.clamp(min=1e-30).log() - batch["log_pi"] - batch["eta"][..., None, None] * batch["adv"])).sum(-1).mean(),
+    )
     first = t.task.loss(t.decoder, batch).item()
     for _ in range(400):
         last = t.step(batch).item()
@@ -123,7 +132,12 @@ def test_critic_targets_are_the_means_of_the_draws_in_the_context():
     memory, n = tokens[:, :12], 12 * task.m
     for b in range(3):
         for pair in range(12):
-            mine = [t for t in tokens[b, 12 : 12 + n] if torch.equal(t[cut["s"]], memory[b, pair, cut["s"]]) and torch.equal(t[cut["a"]], memory[b, pair, cut["a"]])]
+            mine = [
+                t
+                for t in tokens[b, 12 : 12 + n]
+                if torch.equal(t[cut["s"]], memory[b, pair, cut["s"]])
+                and torch.equal(t[cut["a"]], memory[b, pair, cut["a"]])
+            ]
             assert len(mine) == task.m
             looked_up = []
             for t in mine:
@@ -135,7 +149,9 @@ def test_critic_targets_are_the_means_of_the_draws_in_the_context():
 
 
 def test_signals_share_data_and_order():
-    blocks = [make_task(small(f"{s}_s4"), [1], CPU).block(3, 2, 4) for s in ("policy_attention", "pmd_target", "reward_only")]
+    blocks = [
+        make_task(small(f"{s}_s4"), [1], CPU).block(3, 2, 4) for s in ("policy_attention", "pmd_target", "reward_only")
+    ]
     for other in blocks[1:]:
         for name, value in blocks[0].items():
             assert torch.equal(value, other[name])
