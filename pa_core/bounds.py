@@ -44,7 +44,8 @@ def prior_mass_price(log_pi: Tensor, Q: Tensor) -> Tensor:
     The greedy set is exact equality with the maximum; +inf where the prior gives it no mass.
     """
     greedy = Q == Q.amax(-1, keepdim=True)
-    return -torch.logsumexp(torch.where(greedy, log_pi, -math.inf), dim=-1)
+    mass = torch.logsumexp(torch.where(greedy, log_pi, -math.inf), dim=-1)
+    return (-mass).clamp(min=0)  # a mass of 1 may round to 1 + 1e-16; a negative price divided by a small eta would show
 
 
 def span(Q: Tensor) -> Tensor:

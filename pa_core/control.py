@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .bounds import actor_residual, critic_residual, greedy_gap, transition_lift
 from .mdp import MDP, Solution, backup, solve
-from .pmd import Eta, check_log_policy, eta_at, mix_floor, pmd_step, uniform_log_policy
+from .pmd import Eta, check_floor, check_log_policy, eta_at, mix_floor, pmd_step, start
 
 Actor = Callable[[Tensor, Tensor, float | Tensor], Tensor]
 Critic = Callable[[MDP, Tensor, Tensor, np.random.Generator | None], Tensor]
@@ -51,18 +51,6 @@ def exact_critic(mdp: MDP, log_pi_next: Tensor, Q: Tensor, rng: np.random.Genera
     return backup(mdp, log_pi_next.exp(), Q)
 
 
-def _start(name: str, value: Tensor | None, default: Tensor) -> Tensor:
-    if value is None:
-        return default
-    value = torch.as_tensor(value).to(default)
-    if value.shape != default.shape:
-        raise ValueError(f"{name} must have shape {tuple(default.shape)}, got {tuple(value.shape)}")
-    if not torch.isfinite(value).all():
-        at = tuple((~torch.isfinite(value)).nonzero()[0].tolist())
-        raise ValueError(f"{name} must be finite, got {value[at].item()} at index {at}")
-    return value
-
-
 def closed_loop(
     mdp: MDP,
     actor: Actor,
@@ -94,18 +82,21 @@ def closed_loop(
     """
     if rounds < 1:
         raise ValueError(f"rounds must be >= 1, got {rounds}")
-    log_pi = _start("log_pi", log_pi, uniform_log_policy(mdp))
-    Q = _start("Q", Q, torch.zeros_like(mdp.R))
-    check_log_policy(log_pi)
+    check_floor(floor)
+    log_pi, Q = start(mdp, log_pi, Q)
     Q_star = (solution or solve(mdp)).Q_star
     log_pis, Qs, E = [log_pi], [Q], [(Q_star - Q).abs().amax((-2, -1))]
     zeta, delta, gbar, gmax = [], [], [], []
     for k in range(rounds):
         eta_k = eta_at(eta, k, mdp.batch_shape)
         log_pi_next = actor(log_pi, Q, eta_k).to(torch.float64)
+        if log_pi_next.shape != Q.shape:
+            raise ValueError(f"the actor's log_pi of round {k} has shape {tuple(log_pi_next.shape)}, not {tuple(Q.shape)}")
         check_log_policy(log_pi_next, f"the actor's log_pi of round {k}")
         log_pi_next = mix_floor(log_pi_next, floor)
         Q_next = critic(mdp, log_pi_next, Q, rng).to(torch.float64)
+        if Q_next.shape != Q.shape:
+            raise ValueError(f"the critic's Q of round {k} has shape {tuple(Q_next.shape)}, not {tuple(Q.shape)}")
         if not torch.isfinite(Q_next).all():
             at = tuple((~torch.isfinite(Q_next)).nonzero()[0].tolist())
             raise ValueError(f"the critic's Q of round {k} is {Q_next[at].item()} at index {at}")

@@ -1,6 +1,8 @@
-"""Where MDPs come from: random families, the shift families of the protocol, rings and Gymnasium tables."""
+"""Where MDPs come from: random families, the shift families of the protocol, rings, Gymnasium tables and a reader's file."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -13,9 +15,7 @@ def _positive(name: str, value: int) -> None:
         raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
 
 
-def random_transitions(
-    n: int, n_states: int, n_actions: int, concentration: float, rng: np.random.Generator
-) -> np.ndarray:
+def random_transitions(n: int, n_states: int, n_actions: int, concentration: float, rng: np.random.Generator) -> np.ndarray:
     """P(.|s,a) ~ Dirichlet(concentration), independent; ``[n, S, A, S]``."""
     for name, value in (("n", n), ("n_states", n_states), ("n_actions", n_actions)):
         _positive(name, value)
@@ -41,7 +41,7 @@ def random_mdps(
         MDP with batch shape ``[n]``.
 
     Raises:
-        ValueError: for sizes below 1, a concentration that is not positive, or a reward range that is not increasing.
+        ValueError: for sizes below 1, a concentration that is not positive, or a reward range whose ends are not in order.
     """
     low, high = reward_range
     if not (np.isfinite(low) and np.isfinite(high) and low <= high):
@@ -105,6 +105,44 @@ def dirichlet_log_policies(
     return torch.log_softmax(torch.from_numpy(log_gamma), -1)
 
 
+def load_npz(path: str | Path, *, gamma: float | None = None) -> MDP:
+    """A reader's own MDP from an ``.npz`` file with arrays ``P [*batch, S, A, S]``, ``R [*batch, S, A]`` and ``gamma``.
+
+    Args:
+        path: the file; arrays of other names in it are ignored.
+        gamma: replaces the file's discount, which may then be missing.
+
+    Raises:
+        ValueError: if the file is missing, is no ``.npz`` archive, holds pickled objects, lacks an array or holds one that
+            is not numeric, and for every reason for which `MDP` refuses (shapes, rows off the simplex, ...).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}")
+    try:
+        archive = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError, BadZipFile):
+        archive = None
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+        raise ValueError(f"{path} is not an .npz archive; write one with numpy.savez(path, P=P, R=R, gamma=gamma)")
+    arrays = {}
+    with archive:
+        for name in ("P", "R") if gamma is not None else ("P", "R", "gamma"):
+            if name not in archive:
+                raise ValueError(f"{path} has no array {name!r}; it holds {sorted(archive)}")
+            try:
+                arrays[name] = archive[name]
+            except ValueError as error:
+                raise ValueError(f"{path}: array {name!r} cannot be read: {error}") from None
+            if arrays[name].dtype.kind not in "fiu":
+                raise ValueError(f"{path}: array {name!r} must hold real numbers, got dtype {arrays[name].dtype}")
+    if gamma is None:
+        if arrays["gamma"].size != 1:
+            raise ValueError(f"{path}: gamma must be one number, got shape {arrays['gamma'].shape}")
+        gamma = arrays["gamma"].item()
+    return MDP(arrays["P"].astype(np.float64), arrays["R"].astype(np.float64), gamma)
+
+
 def _table(env_or_id, make_kwargs: Mapping):
     import gymnasium
 
@@ -119,6 +157,8 @@ def _table(env_or_id, make_kwargs: Mapping):
         env = env_or_id
     name = env_or_id if isinstance(env_or_id, str) else type(env.unwrapped).__name__
     P = getattr(env.unwrapped, "P", None)
+    if isinstance(env_or_id, str):
+        env.close()
     if not isinstance(P, Mapping) or not P:
         raise ValueError(f"environment {name!r} has no transition table P (toy-text environments such as FrozenLake-v1 do)")
     return name, P
@@ -162,10 +202,14 @@ def from_gymnasium(env_or_id, *, gamma: float, **make_kwargs) -> MDP:
             raise ValueError(f"environment {name!r}: state {s} has actions {sorted(table[s])}, state {states[0]} {actions}")
         for j, a in enumerate(actions):
             for p, t, r, done in table[s][a]:
+                if t not in index:
+                    raise ValueError(f"environment {name!r}: state {s}, action {a} leads to {t}, which is not in its table")
                 target = sink if done and t not in resting else index[t]
                 P[index[s], j, target] += p
                 R[index[s], j] += p * r
     if not P[:sink, :, sink].any():
         P, R = P[:sink, :, :sink], R[:sink]
-    P /= P.sum(-1, keepdims=True)
+    # Sums such as 3 x (1/3) miss 1 by rounding; anything more is a broken table, which MDP refuses by index.
+    total = P.sum(-1, keepdims=True)
+    P = np.where(np.abs(total - 1) < 1e-12, P / total, P)
     return MDP(torch.from_numpy(P), torch.from_numpy(R), gamma)

@@ -59,7 +59,8 @@ class MDP:
 
     def __post_init__(self) -> None:
         for name in ("P", "R"):
-            object.__setattr__(self, name, torch.as_tensor(getattr(self, name)).to(torch.float64))
+            # dtype here, not afterwards: a list of Python floats must not pass through torch's default float32.
+            object.__setattr__(self, name, torch.as_tensor(getattr(self, name), dtype=torch.float64))
         P, R = self.P, self.R
         if P.dim() < 3 or P.shape[-3] != P.shape[-1] or min(P.shape) < 1:
             raise ValueError(f"P must have shape [*batch, S, A, S] with S, A >= 1, got {tuple(P.shape)}")
@@ -95,10 +96,13 @@ class MDP:
         return self.reward_bound / (1 - self.gamma)
 
     def __getitem__(self, index) -> "MDP":
-        """Select along the batch dimensions (not along states or actions)."""
-        if not self.batch_shape:
+        """Select along the batch dimensions; an index that would reach states or actions is an `IndexError`."""
+        batch = self.batch_shape
+        if not batch:
             raise IndexError("this MDP has no batch dimension to index")
-        return MDP(self.P[index], self.R[index], self.gamma)
+        chosen = torch.arange(batch.numel(), device=self.P.device).reshape(batch)[index]
+        last = len(batch) - 1
+        return MDP(self.P.flatten(0, last)[chosen], self.R.flatten(0, last)[chosen], self.gamma)
 
     def expand(self, *batch: int) -> "MDP":
         """The same MDP seen as a batch (no copy), e.g. one MDP under 64 initial policies."""
@@ -119,7 +123,7 @@ class Solution:
 
 def check_policy(mdp: MDP, pi: Tensor) -> Tensor:
     """`pi` as float64, refused unless it is ``[..., S, A]`` for this MDP with rows on the simplex."""
-    pi = torch.as_tensor(pi).to(torch.float64)
+    pi = torch.as_tensor(pi, dtype=torch.float64)
     if pi.dim() < 2 or pi.shape[-2:] != mdp.R.shape[-2:]:
         raise ValueError(f"pi must have shape [..., {mdp.n_states}, {mdp.n_actions}], got {tuple(pi.shape)}")
     check_rows("pi", pi, "..., s")
@@ -133,6 +137,8 @@ def _expected_next(mdp: MDP, V: Tensor) -> Tensor:
 def backup(mdp: MDP, pi: Tensor, Q: Tensor) -> Tensor:
     """(F^pi Q)(s,a) = R(s,a) + gamma sum_s' P(s'|s,a) sum_a' pi(a'|s') Q(s',a').  ``[..., S, A]`` twice to the same."""
     pi = check_policy(mdp, pi)
+    if Q.shape[-2:] != pi.shape[-2:]:
+        raise ValueError(f"Q must have shape [..., {mdp.n_states}, {mdp.n_actions}], got {tuple(Q.shape)}")
     return mdp.R + mdp.gamma * _expected_next(mdp, (pi * Q).sum(-1))
 
 
@@ -150,7 +156,7 @@ def _evaluate(mdp: MDP, pi: Tensor) -> Tensor:
     P_pi = torch.einsum("...sa,...sap->...sp", pi, mdp.P)
     r_pi = (pi * mdp.R).sum(-1)
     identity = torch.eye(mdp.n_states, dtype=P_pi.dtype, device=P_pi.device)
-    return torch.linalg.solve(identity - mdp.gamma * P_pi, r_pi)
+    return torch.linalg.solve(identity - mdp.gamma * P_pi, r_pi[..., None])[..., 0]
 
 
 def evaluate(mdp: MDP, pi: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ def eta_at(eta: Eta, k: int, batch_shape: torch.Size) -> float | Tensor:
             "a step size that changes by round is a callable of the round"
         )
     if not (torch.isfinite(tensor) & (tensor > 0)).all():
-        raise ValueError(f"eta must be positive and finite, got {tensor.min().item():g} at round {k}")
+        bad = tensor[~(torch.isfinite(tensor) & (tensor > 0))][0].item()
+        raise ValueError(f"eta must be positive and finite, got {bad:g} at round {k}")
     return tensor.item() if tensor.dim() == 0 else tensor
 
 
@@ -59,6 +60,25 @@ def uniform_log_policy(mdp: MDP) -> Tensor:
     return torch.full_like(mdp.R, -math.log(mdp.n_actions))
 
 
+def start(mdp: MDP, log_pi: Tensor | None, Q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The start of a loop as float64: uniform and 0 where nothing is given.
+
+    Raises:
+        ValueError: for a shape other than the MDP's ``[*batch, S, A]`` (one MDP under many starts: `MDP.expand`), or a
+            policy or Q that is not finite, or a policy row that is not normalised; the index is named.
+    """
+    log_pi = uniform_log_policy(mdp) if log_pi is None else torch.as_tensor(log_pi).to(mdp.R)
+    Q = torch.zeros_like(mdp.R) if Q is None else torch.as_tensor(Q).to(mdp.R)
+    for name, value in (("log_pi", log_pi), ("Q", Q)):
+        if value.shape != mdp.R.shape:
+            raise ValueError(f"{name} must have shape {tuple(mdp.R.shape)}, got {tuple(value.shape)}")
+    check_log_policy(log_pi)
+    if (bad := ~torch.isfinite(Q)).any():
+        at = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"Q must be finite, got {Q[at].item()} at index {at}")
+    return log_pi, Q
+
+
 def pmd_step(log_pi: Tensor, Q: Tensor, eta: float | Tensor) -> Tensor:
     """One step of negative-entropy PMD, log softmax(log pi + eta Q).  ``[*batch, S, A]`` twice to the same.
 
@@ -67,14 +87,19 @@ def pmd_step(log_pi: Tensor, Q: Tensor, eta: float | Tensor) -> Tensor:
     return torch.log_softmax(log_pi + per_pair(eta) * Q, dim=-1)
 
 
+def check_floor(floor: float) -> None:
+    """Refuse a floor outside ``[0, 1)``."""
+    if not 0 <= floor < 1:
+        raise ValueError(f"floor must satisfy 0 <= floor < 1, got {floor!r}")
+
+
 def mix_floor(log_pi: Tensor, floor: float) -> Tensor:
     """log((1 - floor) pi + floor / A): every probability is at least floor / A (paper, support floor).
 
     Raises:
         ValueError: unless ``0 <= floor < 1``.
     """
-    if not 0 <= floor < 1:
-        raise ValueError(f"floor must satisfy 0 <= floor < 1, got {floor!r}")
+    check_floor(floor)
     if floor == 0:
         return log_pi
     lower = torch.full_like(log_pi, math.log(floor) - math.log(log_pi.shape[-1]))
@@ -106,9 +131,8 @@ def q_td_pmd(
     """
     if rounds < 0:
         raise ValueError(f"rounds must be >= 0, got {rounds}")
-    log_pi = uniform_log_policy(mdp) if log_pi is None else log_pi.to(torch.float64)
-    Q = torch.zeros_like(mdp.R) if Q is None else Q.to(torch.float64)
-    check_log_policy(log_pi)
+    check_floor(floor)
+    log_pi, Q = start(mdp, log_pi, Q)
     log_pis, Qs = [log_pi], [Q]
     for k in range(rounds):
         log_pi = mix_floor(pmd_step(log_pi, Q, eta_at(eta, k, mdp.batch_shape)), floor)
@@ -120,10 +144,11 @@ def q_td_pmd(
 
 def project_simplex(x: Tensor) -> Tensor:
     """Euclidean projection of each row onto the simplex by sorting (Duchi et al. 2008).  ``[..., A]`` to the same."""
+    x = x - x.amax(-1, keepdim=True)  # the projection ignores a shift; this keeps huge entries exact
     ordered = x.sort(-1, descending=True).values
     excess = ordered.cumsum(-1) - 1
     count = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
-    support = (ordered * count > excess).sum(-1, keepdim=True)  # rho >= 1: the largest entry always stays
+    support = (ordered * count > excess).sum(-1, keepdim=True)  # at least 1: the largest entry stays
     shift = excess.gather(-1, support - 1) / support
     return (x - shift).clamp(min=0)
 
