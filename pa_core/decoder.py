@@ -41,7 +41,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Record:
-    """What a forward pass saw: ``resid`` n_layer + 1 tensors ``[G, B, T, D]``, ``attention`` n_layer of ``[G, B, H, T, T]``."""
+    """A recorded forward pass: ``resid`` n_layer + 1 tensors ``[G, B, T, D]``, ``attention`` n_layer ``[G, B, H, T, T]``."""
 
     resid: list[Tensor]
     attention: list[Tensor]
