@@ -102,7 +102,7 @@ def constructed_decoder(
     J, c = _isometry(n_slots, carrier, dtype)
     sizes = dict(d_model=J.shape[1], n_layer=2, n_head=2, d_head=d_head, d_ffn=0, layer_norm=carrier is not None)
     config = DecoderConfig(layout.width, n_actions + 3, **sizes)
-    decoder = Decoder(config, dtype=dtype, query_chunk=QUERY_CHUNK).requires_grad_(False)
+    decoder = Decoder(config, dtype=dtype, query_chunk=QUERY_CHUNK, value_width=n_actions).requires_grad_(False)
     weights = dict(decoder.named_parameters())
     weights["embed_w"][0] = J[: layout.width]
     eye = lambda name: torch.eye(where[name].stop - where[name].start, dtype=dtype)
