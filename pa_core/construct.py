@@ -180,9 +180,9 @@ def _run(decoder: Decoder, tokens: Tensor, last: int) -> Tensor:
     """Read-outs ``[*batch, last, A + 3]`` of the last tokens, float64."""
     flat = tokens.reshape(-1, *tokens.shape[-2:]).to(decoder.embed_w)
     out = decoder(flat, last=last).to(torch.float64)
-    if not torch.isfinite(out).all():
+    if not torch.isfinite(out).all() or (out[..., -1] == 0).any():
         size = flat.abs().max().item()
-        raise ValueError(f"outside the circuit's finite-logit domain: output not finite, largest token entry {size:.6g}")
+        raise ValueError(f"outside the circuit's finite-logit domain: output lost, largest token entry {size:.6g}")
     return out.reshape(*tokens.shape[:-2], last, -1).to(tokens.device)
 
 
