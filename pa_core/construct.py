@@ -180,9 +180,10 @@ def _run(decoder: Decoder, tokens: Tensor, last: int) -> Tensor:
     """Read-outs ``[*batch, last, A + 3]`` of the last tokens, float64."""
     flat = tokens.reshape(-1, *tokens.shape[-2:]).to(decoder.embed_w)
     out = decoder(flat, last=last).to(torch.float64)
-    if not torch.isfinite(out).all() or (out[..., -1] == 0).any():
+    lost = decoder.config.layer_norm and decoder.embed_b.norm() < 1e-8 * flat.norm(dim=-1).max()  # H^2 < 1e-16 ||x||^2
+    if lost or not torch.isfinite(out).all():
         size = flat.abs().max().item()
-        raise ValueError(f"outside the circuit's finite-logit domain: output lost, largest token entry {size:.6g}")
+        raise ValueError(f"outside the circuit's finite-logit domain: a token entry is too large ({size:.6g}), output lost")
     return out.reshape(*tokens.shape[:-2], last, -1).to(tokens.device)
 
 
