@@ -32,7 +32,7 @@ def _join_parameters(argv: list[str]) -> list[str]:
         word = rest.pop(0)
         if word in ("-p", "--parameter") and rest:
             name = rest.pop(0)
-            if "=" not in name and rest:
+            if "=" not in name and rest and not rest[0].startswith("--"):
                 name += f"={rest.pop(0)}"
             word = f"-p{name}"
         joined.append(word)
