@@ -67,7 +67,10 @@ def build_html(staging: Path, target: Path, *, strict: bool = False) -> bool:
 def check_pages(staging: Path, made: Path) -> list[str]:
     """What is wrong with the pages in `made`: missing, showing a traceback, or asking the network for something."""
     problems = []
-    toc = yaml.safe_load((staging / "_toc.yml").read_text(encoding="utf-8"))
+    try:
+        toc = yaml.safe_load((staging / "_toc.yml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BookError(f"there is no book in {staging}: build it first") from None
     for page in toc_files(toc):
         path = made / f"{page}.html"
         if not path.is_file():

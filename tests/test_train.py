@@ -1,0 +1,216 @@
+"""Training: grouped and single runs agree, kills cost nothing, signals and learning rates are what they claim."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from pa_core.protocol import load_protocol
+from pa_core.runs import RunError, finished_runs, load_decoder, read_record, run_paths, save_run
+from pa_core.tasks import make_task
+from pa_core.train import BLOCK, Trainer, choose_device, learning_rate, train_cell
+
+CPU = torch.device("cpu")
+
+
+def small(cell: str, steps: int = 2 * BLOCK, points: int = 2):
+    """A registered cell shrunk to seconds; its seed root differs, so no registered stream is touched."""
+    config = load_protocol().cell(cell)
+    return config.model_copy(
+        update={
+            "root_seed": 7,
+            "contexts": config.contexts.model_copy(update={"n_contexts": 64, "n_mdps": 4}),
+            "model": config.model.model_copy(update={"d_model": 16, "n_layer": 2, "n_head": 2, "d_head": 8, "d_ffn": 16}),
+            "budget": config.budget.model_copy(update={"steps": steps, "batch": 4}),
+            "audit": config.audit.model_copy(update={"n_mdps": 4, "n_contexts": 16, "points": points}),
+        }
+    )
+
+
+def trainer(config, runs, tmp_path, name="state"):
+    return Trainer(config, runs, device=CPU, compiled=False, state_path=tmp_path / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize("cell", ["policy_attention_s4", "policy_attention_increment_s4", "critic_s4"])
+def test_grouped_and_single_runs_agree_after_20_steps(cell, tmp_path):
+    config = small(cell)
+    group = trainer(config, [0, 1], tmp_path, "group")
+    batches = group.task.block(0, 20, 4)
+    for i in range(20):
+        group.step({k: v[i] for k, v in batches.items()})
+    for g, run in enumerate((0, 1)):
+        single = trainer(config, [run], tmp_path, f"single{run}")
+        own = single.task.block(0, 20, 4)
+        for i in range(20):
+            single.step({k: v[i] for k, v in own.items()})
+        for name, value in single.decoder.named_parameters():
+            together = dict(group.decoder.named_parameters())[name][g : g + 1]
+            # Adam divides by the square root of squared gradients: where a gradient is only rounding noise the two orders
+            # of summation may differ by a whole step of the rate (1e-3 * 20/500 warmed up), hence the absolute part.
+            torch.testing.assert_close(together, value, rtol=1e-4, atol=1e-4)
+        loss = group.task.loss(group.decoder, {k: v[0] for k, v in batches.items()})[g]
+        torch.testing.assert_close(
+            loss, single.task.loss(single.decoder, {k: v[0] for k, v in own.items()})[0], rtol=1e-4, atol=0
+        )
+
+
+@pytest.mark.parametrize("cell", ["policy_attention_s4", "critic_s4"])
+def test_a_resumed_run_ends_with_the_same_bytes(cell, tmp_path):
+    config = small(cell, steps=3 * BLOCK, points=3)
+    whole = trainer(config, [0, 1], tmp_path, "whole")
+    whole.train(show_progress=False)
+    whole.save_runs(tmp_path / "a")
+    for until in (BLOCK, 2 * BLOCK, None):  # a new object each time, as after a kill
+        trainer(config, [0, 1], tmp_path, "pieces").train(until=until, show_progress=False)
+    pieces = trainer(config, [0, 1], tmp_path, "pieces")
+    pieces.save_runs(tmp_path / "b")
+    for run in (0, 1):
+        (a, a_record), (b, b_record) = (run_paths(config.name, run, tmp_path / x) for x in "ab")
+        assert a.read_bytes() == b.read_bytes()
+        assert json.loads(a_record.read_text())["log"] == json.loads(b_record.read_text())["log"]
+    assert not (tmp_path / "pieces.safetensors").exists()
+
+
+def test_seeds_matter_and_the_global_generators_do_not(tmp_path):
+    config = small("policy_attention_s4", steps=BLOCK, points=1)
+    weights = []
+    for name, run, seed in (("x", 0, 1), ("y", 0, 2), ("z", 1, 1)):
+        torch.manual_seed(seed)
+        t = trainer(config, [run], tmp_path, name)
+        t.train(show_progress=False)
+        weights.append(t.decoder.head_w.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_state_of_another_grouping_is_refused(tmp_path):
+    config = small("policy_attention_s4")
+    trainer(config, [0], tmp_path).train(until=BLOCK, show_progress=False)
+    with pytest.raises(RunError, match="grouping"):
+        trainer(config, [0, 1], tmp_path)
+
+
+def test_damaged_state_is_refused_by_name(tmp_path):
+    (tmp_path / "state.safetensors").write_bytes(b"not a state")
+    with pytest.raises(RunError, match="state.safetensors: damaged"):
+        trainer(small("policy_attention_s4"), [0], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "signal", ["policy_attention", "pmd_target", "reward_only", "policy_attention_increment", "policy_attention_raw"]
+)
+def test_an_actor_overfits_one_batch(signal, tmp_path):
+    """Every signal drives its loss to the value of its own minimiser on one small batch."""
+    config = small(f"{signal}_s4")
+    config = config.model_copy(
+        update={"optimiser": config.optimiser.model_copy(update={"warmup_steps": 1, "weight_decay": 0.0, "lr": 3e-3})}
+    )
+    t = trainer(config, [0], tmp_path)
+    batch = {k: v[0] for k, v in t.task.block(0, 1, 2).items()}
+    q = batch["target"]
+    best = {
+        "pmd_target": -(q * q.clamp(min=1e-30).log()).sum(-1).mean(),
+        "reward_only": torch.zeros(()),  # the best action has adv = 0
+    }.get(
+        signal,
+        (q * (q.clamp(min=1e-30).log() - batch["log_pi"] - batch["eta"][..., None, None] * batch["adv"])).sum(-1).mean(),
+    )
+    first = t.task.loss(t.decoder, batch).item()
+    for _ in range(400):
+        last = t.step(batch).item()
+    # 400 steps close at least 95% of the way; a wrong target leaves a multiple of that.
+    assert best.item() - 1e-5 <= last < best.item() + 0.05 * (first - best.item())
+
+
+def test_critic_targets_are_the_means_of_the_draws_in_the_context():
+    config = small("critic_s4")
+    task = make_task(config, [0], CPU)
+    batch = task.block(0, 1, 3)
+    tokens, target = batch["tokens"][0, 0], batch["target"][0, 0]  # [B, T, D], [B, S*A, 2]
+    cut = task.layout.slices
+    memory, n = tokens[:, :12], 12 * task.m
+    for b in range(3):
+        for pair in range(12):
+            mine = [
+                t
+                for t in tokens[b, 12 : 12 + n]
+                if torch.equal(t[cut["s"]], memory[b, pair, cut["s"]])
+                and torch.equal(t[cut["a"]], memory[b, pair, cut["a"]])
+            ]
+            assert len(mine) == task.m
+            looked_up = []
+            for t in mine:
+                row = int(t[cut["s_next"]].argmax()) * 3 + int(t[cut["a_next"]].argmax())
+                looked_up.append(memory[b, row, task.layout.column("Q")])
+            assert target[b, pair, 0] == pytest.approx(mine[0][task.layout.column("r")].item())
+            # float32 sums of six numbers of order 1
+            assert target[b, pair, 1] == pytest.approx(torch.stack(looked_up).mean().item(), abs=1e-6)
+
+
+def test_signals_share_data_and_order():
+    blocks = [
+        make_task(small(f"{s}_s4"), [1], CPU).block(3, 2, 4) for s in ("policy_attention", "pmd_target", "reward_only")
+    ]
+    for other in blocks[1:]:
+        for name, value in blocks[0].items():
+            assert torch.equal(value, other[name])
+
+
+def test_learning_rate_schedule():
+    spec = load_protocol().optimiser
+    rates = [learning_rate(spec, k, 51200) for k in range(51200)]
+    assert rates[0] == pytest.approx(spec.lr / spec.warmup_steps)
+    assert max(rates) == pytest.approx(spec.lr) and rates.index(max(rates)) in (spec.warmup_steps - 1, spec.warmup_steps)
+    assert rates[-1] == pytest.approx(spec.lr * spec.final_fraction, rel=1e-3)  # the last step is one short of the end
+    middle = (spec.warmup_steps + 51200) // 2
+    assert rates[middle] == pytest.approx(spec.lr * (1 + spec.final_fraction) / 2, rel=1e-3)
+    assert all(math.isfinite(r) and r > 0 for r in rates)
+
+
+def test_a_block_divides_the_steps_between_audits_of_every_budget():
+    p = load_protocol()
+    for name in p.cells:
+        steps = p.cell(name).budget.steps
+        assert steps % p.audit.points == 0 and (steps // p.audit.points) % BLOCK == 0
+
+
+def test_finished_runs_are_refused_when_damaged(tmp_path):
+    config = small("policy_attention_s4", steps=BLOCK, points=1)
+    t = trainer(config, [0], tmp_path)
+    t.train(show_progress=False)
+    out = tmp_path / "artifacts"
+    t.save_runs(out)
+    cell = config.name
+    decoder = load_decoder(cell, 0, out, config=config)
+    assert torch.equal(decoder.head_w, t.decoder.head_w)
+    assert finished_runs(cell, out) == [0]
+    weights, record = run_paths(cell, 0, out)
+
+    with pytest.raises(RunError, match="never overwritten"):
+        save_run(cell, 0, {}, {}, out)
+    with pytest.raises(RunError, match=r"0\.json: made under another configuration.*root_seed"):
+        read_record(cell, 0, out)
+    with pytest.raises(RunError, match=r"1\.json: no such run"):
+        read_record(cell, 1, out, config=config)
+
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(RunError, match=r"0\.safetensors: checksum"):
+        load_decoder(cell, 0, out, config=config)
+    weights.unlink()
+    with pytest.raises(RunError, match=r"0\.safetensors: cannot be read"):
+        load_decoder(cell, 0, out, config=config)
+    record.write_text("{")
+    with pytest.raises(RunError, match=r"0\.json: damaged"):
+        read_record(cell, 0, out, config=config)
+
+
+def test_unknown_cells_runs_and_devices_are_refused(tmp_path):
+    with pytest.raises(KeyError, match="no cell 'policy_attention_s5'"):
+        train_cell("policy_attention_s5", out=tmp_path)
+    with pytest.raises(ValueError, match="runs 0-4"):
+        train_cell("policy_attention_s4", [9], out=tmp_path)
+    with pytest.raises(ValueError, match="not available"):
+        choose_device("tpu")
