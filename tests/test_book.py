@@ -124,6 +124,10 @@ def test_build_changes_only_what_it_must_and_a_failure_leaves_the_pages(root, ca
     toybook.edit(root / "chapters" / "02_plain.md", "{ref}`nowhere`", "")
     code, said = build("--strict")
     assert code == 0 and "8.000000" in page.read_text()
+
+    toybook.edit(root / "chapters" / "02_plain.md", "print(", "import sys; sys.stderr.write('a warning'); print(")
+    code, said = build("--strict")
+    assert code == 1 and "02_plain: In [3] wrote to stderr: a warning" in said.err
     assert not list((root / "_build" / "full").glob("failed/*"))
 
 
