@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("-j", "--workers", type=int, default=2, help="chapters at a time (default 2)")
     build.set_defaults(command=build_command)
 
+    check = commands.add_parser("check", help="assert that every page of the built book exists and shows no traceback")
+    check.set_defaults(command=check_command)
+
     run = commands.add_parser("run", help="execute one chapter with parameters", description="Execute one chapter; "
                               "leaves the executed notebook and a small HTML book of it in DIR, away from the book.")
     run.add_argument("chapter", help="number or name: 02, 02_closed_loop")
@@ -103,6 +106,16 @@ def build_command(arguments) -> int:
         except chapters.BookError as error:
             return _fail([str(error)], "")
     print(f"{'built' if made else 'up to date:'} {target / 'index.html'}")
+    return 0
+
+
+def check_command(arguments) -> int:
+    from . import book, site
+
+    found = site.check_pages(book.staging(arguments.root, "full"), arguments.root / "_build" / "html")
+    if found:
+        return _fail(found, "")
+    print("every page of the book is there, shows no traceback and loads nothing from the network")
     return 0
 
 

@@ -83,11 +83,11 @@ def noisy_critic(sd: float) -> Critic:
 
 
 def contrary_critic(size: float, Q_star: Tensor) -> Critic:
-    """The adversary: the exact backup pushed away from Q* by `size` in every entry."""
+    """The adversary: the exact backup with the optimal action lowered by `size` and all others raised by `size`."""
+    best = torch.nn.functional.one_hot(Q_star.argmax(-1), Q_star.shape[-1]).to(Q_star)
 
     def critic(mdp: MDP, log_pi_next: Tensor, Q: Tensor, rng: np.random.Generator | None = None) -> Tensor:
-        target = exact_critic(mdp, log_pi_next, Q)
-        return target + torch.where(target >= Q_star, size, -size)
+        return exact_critic(mdp, log_pi_next, Q) + size * (1 - 2 * best)
 
     return critic
 
