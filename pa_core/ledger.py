@@ -41,6 +41,14 @@ def actor_routing_bound(log_pi: Tensor, Q: Tensor, eta: float | Tensor, kappa: f
     return 2 * torch.sigmoid(others - log_Z - kappa).amax(-1)
 
 
+def actor_routing_constant(log_pi: Tensor, Q: Tensor, eta: float | Tensor) -> Tensor:
+    """The actor's routing error to first order in u is this times u: the other states' rows, over Z(s), pull at the row."""
+    weight = tilted_logits(log_pi, Q, eta).exp()
+    Z = weight.sum(-1, keepdim=True)
+    pull = (weight.sum(-2, keepdim=True) - weight) / Z
+    return (pull - pull.sum(-1, keepdim=True) * weight / Z).abs().sum(-1).amax(-1)
+
+
 def uniform_actor_routing_bound(n_states: int, n_actions: int, floor: float, kappa: float) -> float:
     """2 (S - 1) e^{-kappa + log(A / floor)}: holds for every Q, every eta and every prior with that floor."""
     return 2 * (n_states - 1) * math.exp(-kappa + math.log(n_actions / floor))
@@ -76,6 +84,12 @@ def sampling_bound(Q: Tensor, gamma: float, m: int, failure: float) -> Tensor:
     """gamma (max Q - min Q) sqrt(log(2 S A / failure) / (2 m)): Hoeffding and a union over pairs; R[s, a] is exact."""
     spread = Q.amax((-2, -1)) - Q.amin((-2, -1))  # over all pairs: the next state is random too
     return gamma * spread * math.sqrt(math.log(2 * Q.shape[-2] * Q.shape[-1] / failure) / (2 * m))
+
+
+def draw_variance(mdp: MDP, log_pi: Tensor, Q: Tensor) -> Tensor:
+    """Variance of R + gamma Q(s', a') for a single draw of each pair, ``[*batch, S, A]``."""
+    first, second = (torch.einsum("...sap,...pb,...pb->...sa", mdp.P, log_pi.exp(), x) for x in (Q, Q**2))
+    return mdp.gamma**2 * (second - first**2).clamp(min=0)
 
 
 def deficit(norm_sq: Tensor, n_states: int, n_actions: int, carrier: float) -> Tensor:
@@ -169,6 +183,23 @@ def transition_mean(mdp: MDP, Q: Tensor, transitions: tk.Transitions) -> Tensor:
     total = torch.zeros_like(Q.flatten(-2)).scatter_add(-1, pair, weight)
     mean = torch.zeros_like(total).scatter_add(-1, pair, weight * value) / total
     return mdp.R + mdp.gamma * mean.reshape(Q.shape)
+
+
+def routing_errors(mdp: MDP, log_pi: Tensor, Q: Tensor, eta: float | Tensor, kappa: float) -> dict[str, Part]:
+    """Each routing alone at `kappa`, the others at `NO_LEAK`, population critic; parts ``[*batch]``."""
+    size, q = (mdp.n_states, mdp.n_actions), Q.abs().amax((-2, -1))
+    exact = backup(mdp, log_pi.exp(), Q)
+    decoders = [constructed_decoder(*size, routing_logit=[NO_LEAK] * i + [kappa] + [NO_LEAK] * (2 - i)) for i in range(3)]
+    read = lambda decoder: (ConstructedCritic(decoder, "population")(mdp, log_pi, Q) - exact).abs().amax((-2, -1))
+    pi = ConstructedActor(decoders[0]).probabilities(log_pi, Q, eta)
+    look = 2 * mdp.gamma * leak_share(lookup_leak(*size, kappa, mdp.n_states * mdp.n_actions)) * q
+    mean = 2 * leak_share(average_leak(*size, kappa, 1)) * (mdp.reward_bound + mdp.gamma * q)
+    actor = (pi - pmd_step(log_pi, Q, eta).exp()).abs().sum(-1).amax(-1)
+    return {
+        "actor": Part(actor, actor_routing_bound(log_pi, Q, eta, kappa)),
+        "lookup": Part(read(decoders[1]), look),
+        "average": Part(read(decoders[2]), mean),
+    }
 
 
 def run_ledger(

@@ -193,11 +193,7 @@ def test_error_falls_as_e_to_the_minus_kappa():
     for error in (zeta, delta):
         slope = np.polyfit(kappas, np.log(torch.stack(error).numpy()), 1)[0]
         assert abs(slope + 1) < 2e-3  # second order in u: below e^-8 S A = 6e-3 at the left end
-    # the constant of the actor, to first order in u: mass that the other states' rows add to each row
-    Z = (log_pi + 0.8 * tk.gauge_fixed(Q)).exp()
-    rows = pmd_step(log_pi, Q, 0.8).exp()
-    pull = (Z.sum(0) - Z) / Z.sum(-1, keepdim=True)  # [S, A]: other rows' weights over the own row's
-    constant = (pull - pull.sum(-1, keepdim=True) * rows).abs().sum(-1).max()
+    constant = lg.actor_routing_constant(log_pi, Q, 0.8)
     np.testing.assert_allclose(zeta[-1] * math.exp(kappas[-1]), constant, rtol=1e-5)  # rounding 1e-16 / 1e-10
 
 
@@ -238,6 +234,7 @@ def test_sampled_critic_is_unbiased_with_the_right_variance():
     exact = backup(mdp, log_pi.exp(), Q)
     second = torch.einsum("sap,pb,pb->sa", mdp.P, log_pi.exp(), Q**2)
     variance = 0.81 * (second - ((exact - mdp.R) / 0.9) ** 2) / m
+    torch.testing.assert_close(lg.draw_variance(mdp, log_pi, Q) / m, variance)
     # 6 pairs: the mean of 4,000 within 5 of its standard deviations; the variance within 5 * sqrt(kurtosis / n) < 20%
     assert ((draws.mean(0) - exact).abs() < 5 * (variance / replicas).sqrt()).all()
     assert ((draws.var(0) / variance - 1).abs() < 0.2).all()
