@@ -141,7 +141,7 @@ def run_command(arguments) -> int:
     except OSError as error:
         raise chapters.BookError(f"can't write to {out}: {error.strerror}") from None
     print(f"running {chapter.name}", flush=True)
-    outcome = execute.run_chapter(chapter, values)
+    outcome = execute.run_chapter(chapter, values, cell_timeout=None)  # retraining takes hours
     note = params.banner(chapter.parameters, values)
     if note:
         book.insert_banner(outcome.notebook, note)

@@ -76,10 +76,10 @@ def cell_table(root: Path = ARTIFACTS) -> pd.DataFrame:
 
 
 def _summary(config: CellConfig, records: list[dict[str, Any]]) -> str:
-    kind = "critic" if config.signal == "critic" else "actor"
+    kind = "A critic" if config.signal == "critic" else "An actor"
     registered = load_protocol().cells[config.name]
     return (
-        f"A {kind} for MDPs with {config.n_states} states and {config.environment.n_actions} actions: a causal softmax "
+        f"{kind} for MDPs with {config.n_states} states and {config.environment.n_actions} actions: a causal softmax "
         f"Transformer with {records[0]['n_parameters']:,} parameters, trained from scratch. {len(records)} of "
         f"{registered} registered runs. Weights are in `<run>.safetensors`, everything else about a run in `<run>.json`."
     )

@@ -20,7 +20,16 @@ from tqdm import tqdm
 from .decoder import Decoder
 from .files import write_atomically
 from .protocol import CellConfig, Optimiser, load_protocol
-from .runs import ARTIFACTS, REPOSITORY, RunError, decoder_config, finished_runs, provenance, save_run
+from .runs import (
+    ARTIFACTS,
+    REPOSITORY,
+    RunError,
+    decoder_config,
+    finished_runs,
+    provenance,
+    read_record,
+    save_run,
+)
 from .seeding import torch_generator
 from .tasks import Task, make_task
 
@@ -259,3 +268,21 @@ def train_cell(
     trainer.train(show_progress=show_progress)
     trainer.save_runs(out)
     return missing
+
+
+def retrain(cell: str, out: str | Path, *, device: str = "auto") -> list[dict[str, Any]]:
+    """Train every registered run of a cell again in a folder of its own; returns the records, in order.
+
+    Args:
+        cell: see `train_cell`.
+        out: folder, from the top of the repository if it is relative; a call that was killed goes on from there.
+        device: see `train_cell`.
+
+    Raises:
+        ValueError: if `out` is the folder of the committed runs or in it, and as `train_cell`.
+    """
+    folder = (REPOSITORY / out).resolve()
+    if folder.is_relative_to(ARTIFACTS.resolve()):
+        raise ValueError(f"out = {str(out)!r} holds the committed runs, which are never overwritten; name another folder")
+    train_cell(cell, device=device, out=folder, state=folder / "_state", show_progress=False)
+    return [read_record(cell, run, folder) for run in finished_runs(cell, folder)]

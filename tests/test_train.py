@@ -12,7 +12,7 @@ from pa_core.cards import card, cell_table, write_cards
 from pa_core.protocol import load_protocol
 from pa_core.runs import ARTIFACTS, RunError, finished_runs, load_decoder, read_record, run_paths, save_run
 from pa_core.tasks import make_task
-from pa_core.train import BLOCK, Trainer, choose_device, learning_rate, parse_runs, train_cell
+from pa_core.train import BLOCK, Trainer, choose_device, learning_rate, parse_runs, retrain, train_cell
 
 CPU = torch.device("cpu")
 
@@ -277,6 +277,15 @@ def test_train_command_refuses_in_one_line(words, message, tmp_path, capsys):
     assert main(["train", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_retraining_never_touches_committed_runs(small_protocol, tmp_path):
+    cell = "policy_attention_raw_s4"
+    records = retrain(cell, tmp_path, device="cpu")
+    assert [record["run"] for record in records] == [0] and finished_runs(cell, tmp_path) == [0]
+    for out in ("artifacts", "artifacts/deep/er", "_build/../artifacts", ARTIFACTS / "x"):
+        with pytest.raises(ValueError, match="never overwritten"):
+            retrain(cell, out)
 
 
 def test_cards_tell_what_the_records_hold(small_protocol, tmp_path):
