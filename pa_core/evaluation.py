@@ -280,14 +280,14 @@ def pick(frame: pd.DataFrame, **where: object) -> pd.Series:
     Raises:
         KeyError: if none or several have.
     """
-    rows = frame[np.logical_and.reduce([frame[column] == value for column, value in where.items()])]
+    rows = frame[np.all([np.ones(len(frame), dtype=bool)] + [frame[c] == value for c, value in where.items()], axis=0)]
     if len(rows) != 1:
         raise KeyError(f"{len(rows)} rows have {where}")
     return rows.iloc[0]
 
 
 def shown(frame: pd.DataFrame, spec: str = ".3g") -> pd.DataFrame:
-    """A comparison as readers see it: one line a key, estimands side by side, the individual runs of the first, the sample."""
+    """A comparison as readers see it: one line a key, estimands side by side, individual runs of the first, the sample."""
     keys = [c for c in frame.columns if c not in ("estimand", "value", "low", "high", "runs", "n_runs", "n_tasks")]
     estimands = list(dict.fromkeys(frame["estimand"]))
     lines = []
