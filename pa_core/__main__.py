@@ -32,7 +32,7 @@ def _join_parameters(argv: list[str]) -> list[str]:
         word = rest.pop(0)
         if word in ("-p", "--parameter") and rest:
             name = rest.pop(0)
-            if "=" not in name and rest:
+            if "=" not in name and rest and not rest[0].startswith("--"):
                 name += f"={rest.pop(0)}"
             word = f"-p{name}"
         joined.append(word)
@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--force", action="store_true", help="execute every chapter, changed or not")
     build.add_argument("-j", "--workers", type=int, default=2, help="chapters at a time (default 2)")
     build.set_defaults(command=build_command)
+
+    check = commands.add_parser("check", help="assert that every page of the built book exists and shows no traceback")
+    check.set_defaults(command=check_command)
 
     run = commands.add_parser("run", help="execute one chapter with parameters", description="Execute one chapter; "
                               "leaves the executed notebook and a small HTML book of it in DIR, away from the book.")
@@ -88,6 +91,16 @@ def build_command(arguments) -> int:
         except chapters.BookError as error:
             return _fail([str(error)], "")
     print(f"{'built' if made else 'up to date:'} {target / 'index.html'}")
+    return 0
+
+
+def check_command(arguments) -> int:
+    from . import book, site
+
+    found = site.check_pages(book.staging(arguments.root, "full"), arguments.root / "_build" / "html")
+    if found:
+        return _fail(found, "")
+    print("every page of the book is there, shows no traceback and loads nothing from the network")
     return 0
 
 

@@ -22,7 +22,7 @@ import nbformat
 
 from . import params
 from .chapters import Book, BookError, Chapter
-from .execute import run_chapter
+from .execute import prepare_fonts, run_chapter
 from .files import write_atomically
 
 PROFILES = ("full", "smoke")
@@ -125,6 +125,7 @@ def _execute(jobs: dict, profile: str, times: dict, workers: int, force: bool, *
     waiting.sort(key=lambda job: -times.get(job[0].name, 0))
     if not waiting:
         return errors
+    prepare_fonts()  # before the workers, which would each do it
     shown = _Progress(len(waiting))
     shown.line(f"{profile}: {len(waiting)} of {len(jobs)} chapters to run")
     pool = ProcessPoolExecutor(min(workers, len(waiting)), get_context("spawn"), _leave_with_parent, (os.getpid(),))

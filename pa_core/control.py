@@ -4,6 +4,7 @@ An actor is a callable ``(log_pi, Q, eta) -> log_pi_next``; a critic a callable 
 Both work on float64 ``[*batch, S, A]``.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,6 +50,58 @@ def exact_actor(log_pi: Tensor, Q: Tensor, eta: float | Tensor) -> Tensor:
 def exact_critic(mdp: MDP, log_pi_next: Tensor, Q: Tensor, rng: np.random.Generator | None = None) -> Tensor:
     """The exact one-step backup F^{pi_next} Q."""
     return backup(mdp, log_pi_next.exp(), Q)
+
+
+def frozen_actor(log_pi: Tensor, Q: Tensor, eta: float | Tensor) -> Tensor:
+    """An actor that never moves."""
+    return log_pi
+
+
+def contrary_actor(log_pi: Tensor, Q: Tensor, eta: float | Tensor) -> Tensor:
+    """The adversary: all but e^-500 of the mass on the worst action of Q."""
+    worst = torch.nn.functional.one_hot(Q.argmin(-1), Q.shape[-1]).to(Q)
+    return torch.log_softmax(500 * worst, -1)
+
+
+def noisy_actor(sd: float, rng: np.random.Generator) -> Actor:
+    """The exact step with Gaussian noise on its logits."""
+
+    def actor(log_pi: Tensor, Q: Tensor, eta: float | Tensor) -> Tensor:
+        noise = torch.from_numpy(rng.normal(0, sd, Q.shape)).to(Q)
+        return torch.log_softmax(pmd_step(log_pi, Q, eta) + noise, -1)
+
+    return actor
+
+
+def noisy_critic(sd: float) -> Critic:
+    """The exact backup with Gaussian noise, drawn from the loop's `rng`."""
+
+    def critic(mdp: MDP, log_pi_next: Tensor, Q: Tensor, rng: np.random.Generator) -> Tensor:
+        return exact_critic(mdp, log_pi_next, Q) + torch.from_numpy(rng.normal(0, sd, Q.shape)).to(Q)
+
+    return critic
+
+
+def contrary_critic(size: float, Q_star: Tensor) -> Critic:
+    """The adversary: the exact backup with the optimal action lowered by `size` and all others raised by `size`."""
+    best = torch.nn.functional.one_hot(Q_star.argmax(-1), Q_star.shape[-1]).to(Q_star)
+
+    def critic(mdp: MDP, log_pi_next: Tensor, Q: Tensor, rng: np.random.Generator | None = None) -> Tensor:
+        return exact_critic(mdp, log_pi_next, Q) + size * (1 - 2 * best)
+
+    return critic
+
+
+def corrupted_critic(size: float, *, call: int) -> Critic:
+    """The exact backup, except that call number `call` (from 0) subtracts `size` from each state's best action."""
+    calls = itertools.count()
+
+    def critic(mdp: MDP, log_pi_next: Tensor, Q: Tensor, rng: np.random.Generator | None = None) -> Tensor:
+        target = exact_critic(mdp, log_pi_next, Q)
+        best = torch.nn.functional.one_hot(target.argmax(-1), target.shape[-1]).to(target)
+        return target - size * best if next(calls) == call else target
+
+    return critic
 
 
 def closed_loop(

@@ -62,13 +62,20 @@ class Decoder(nn.Module):
         n_runs: length of the run axis.
         dtype: float32 for training, float64 for constructed weights.
         query_chunk: at most this many queries attend at once, so that long contexts need little memory.
+        value_width: entries of a head's value vector that are not known to be 0 (constructed weights); None: all.
     """
 
     def __init__(
-        self, config: DecoderConfig, n_runs: int = 1, *, dtype: torch.dtype = torch.float32, query_chunk: int = 1024
+        self,
+        config: DecoderConfig,
+        n_runs: int = 1,
+        *,
+        dtype: torch.dtype = torch.float32,
+        query_chunk: int = 1024,
+        value_width: int | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.n_runs, self.query_chunk = config, n_runs, query_chunk
+        self.config, self.n_runs, self.query_chunk, self.value_width = config, n_runs, query_chunk, value_width
         for name, shape in self.shapes(config).items():
             fill = torch.ones if name.endswith("gain") else torch.zeros
             self.register_parameter(name, nn.Parameter(fill(n_runs, *shape, dtype=dtype)))
@@ -129,7 +136,9 @@ class Decoder(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, first: int, weights: list[Tensor] | None) -> Tensor:
         """Causal attention of the queries at positions first, first + 1, ...; q, k, v ``[G, B, H, T, d]``."""
-        mixed = []
+        mixed, width = [], v.shape[-1]
+        if q.shape[-2] > self.query_chunk:
+            k, v = k.contiguous(), v[..., : self.value_width].contiguous()  # once, not in every chunk
         for start in range(0, q.shape[-2], self.query_chunk):
             chunk = q[..., start : start + self.query_chunk, :]
             seen = first + start + chunk.shape[-2]  # keys that the last query of the chunk may see
@@ -139,7 +148,8 @@ class Decoder(nn.Module):
             mixed.append(attention @ v[..., :seen, :])
             if weights is not None:
                 weights.append(F.pad(attention, (0, k.shape[-2] - seen)))
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, -2)
+        out = mixed[0] if len(mixed) == 1 else torch.cat(mixed, -2)
+        return out if out.shape[-1] == width else F.pad(out, (0, width - out.shape[-1]))
 
     def forward(self, tokens: Tensor, *, last: int | None = None, record: Record | None = None) -> Tensor:
         """Run the decoder.

@@ -7,6 +7,8 @@ a chapter twice gives the same bytes.
 import copy
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import nbformat
 
 from .chapters import CHECK_CALL, Chapter
 from .params import INJECTED
+from .sources import PACKAGE_ROOT
 
 CELL_TIMEOUT = 1800  # seconds; no chapter cell may take nearly as long
 # Unset in kernels, because each can change results, figures or what is written to stderr.
@@ -41,9 +44,8 @@ def set_kernel_environment(root: Path, scratch: Path) -> None:
     """
     for name in _UNWANTED:
         os.environ.pop(name, None)
-    package_root = Path(__file__).resolve().parent.parent
     os.environ.update(
-        PYTHONPATH=os.pathsep.join(dict.fromkeys([str(root), str(package_root)])),
+        PYTHONPATH=os.pathsep.join(dict.fromkeys([str(root), str(PACKAGE_ROOT)])),
         OMP_NUM_THREADS="1",
         PYTHONHASHSEED="0",
         TQDM_DISABLE="1",
@@ -51,8 +53,20 @@ def set_kernel_environment(root: Path, scratch: Path) -> None:
         JUPYTER_CONFIG_DIR=str(scratch / "jupyter"),
         JUPYTER_RUNTIME_DIR=str(scratch / "runtime"),
         JUPYTER_PREFER_ENV_PATH="1",
-        MPLCONFIGDIR=str(root / "_build" / "matplotlib"),  # kept: filling its font cache takes seconds
+        MPLCONFIGDIR=str(prepare_fonts()),
     )
+
+
+def prepare_fonts() -> Path:
+    """matplotlib's own settings folder for the book, with its list of fonts.
+
+    The list is made here once: a kernel that has to make it first says so on stderr, which would be part of a chapter.
+    """
+    folder = PACKAGE_ROOT / "_build" / "matplotlib"
+    if not list(folder.glob("fontlist-*.json")):
+        words = [sys.executable, "-c", "import matplotlib.font_manager"]
+        subprocess.run(words, env=os.environ | {"MPLCONFIGDIR": str(folder)}, capture_output=True, check=False)
+    return folder
 
 
 def run_chapter(chapter: Chapter, values: dict) -> Outcome:

@@ -113,3 +113,29 @@ def grid_policy(ax: Axes, values, probabilities, shape: tuple[int, int], text=No
                     xy=(x + 0.5 + reach * dx, y + 0.5 + reach * dy),
                     arrowprops={"arrowstyle": "->", "color": "black", "linewidth": 1.1, "shrinkA": 0, "shrinkB": 0},
                 )
+
+
+def token_map(ax: Axes, values, *, rows: dict[str, int], columns: dict[str, int], outline: str | None = None, **image):
+    """A matrix over tokens as a picture, with the names and borders of its groups of rows and columns.
+
+    Args:
+        ax: the axes.
+        values: ``[n_rows, n_columns]``.
+        rows, columns: name and size of each group, in order.
+        outline: a group of rows to outline.
+        image: passed to matplotlib's `imshow`, whose result is returned.
+    """
+    drawn = ax.imshow(np.asarray(values), **image)
+    for groups, axis, line in ((rows, ax.yaxis, ax.axhline), (columns, ax.xaxis, ax.axvline)):
+        edges = np.cumsum([0, *groups.values()])
+        slanted = 90 if len(groups) > 6 else 30 if groups is columns else 0
+        axis.set_ticks((edges[:-1] + edges[1:] - 1) / 2, list(groups), rotation=slanted, fontsize="x-small")
+        for edge in edges[1:-1]:
+            line(edge - 0.5, color="0.6", linewidth=0.7)
+        if groups is rows and outline is not None:
+            first, width = edges[list(groups).index(outline)], np.shape(values)[1]
+            style = {"fill": False, "edgecolor": "C3", "linewidth": 1.8}
+            box = plt.Rectangle((-0.45, first - 0.5), width - 0.1, groups[outline], **style)
+            ax.add_patch(box)
+    ax.grid(False)
+    return drawn

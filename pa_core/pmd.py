@@ -87,6 +87,11 @@ def pmd_step(log_pi: Tensor, Q: Tensor, eta: float | Tensor) -> Tensor:
     return torch.log_softmax(log_pi + per_pair(eta) * Q, dim=-1)
 
 
+def kl(p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) of each row, ``[..., A]`` twice to ``[...]``; `p` probabilities (zeros allowed), `log_q` logarithms."""
+    return (torch.special.xlogy(p, p) - p * log_q).sum(-1)
+
+
 def check_floor(floor: float) -> None:
     """Refuse a floor outside ``[0, 1)``."""
     if not 0 <= floor < 1:

@@ -28,6 +28,9 @@ def build_html(staging: Path, target: Path, *, strict: bool = False) -> bool:
     previous = target.with_name(f".{target.name}.previous")
     if previous.exists() and not target.exists():
         previous.rename(target)  # a build was killed between the two renames below
+    noisy = _chapters_with_stderr(staging) if strict else []
+    if noisy:
+        raise BookError("; ".join(noisy) + "; the previous pages stay")
     content = _tree_hash(staging)
     if _is_made_from(target, content, strict):
         return False
@@ -67,7 +70,10 @@ def build_html(staging: Path, target: Path, *, strict: bool = False) -> bool:
 def check_pages(staging: Path, made: Path) -> list[str]:
     """What is wrong with the pages in `made`: missing, showing a traceback, or asking the network for something."""
     problems = []
-    toc = yaml.safe_load((staging / "_toc.yml").read_text(encoding="utf-8"))
+    try:
+        toc = yaml.safe_load((staging / "_toc.yml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BookError(f"there is no book in {staging}: build it first") from None
     for page in toc_files(toc):
         path = made / f"{page}.html"
         if not path.is_file():
@@ -104,6 +110,18 @@ def build_one_page(notebook: Path, book_root: Path, target: Path) -> None:
         build_html(page.parent, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _chapters_with_stderr(folder: Path) -> list[str]:
+    """Chapters that wrote to stderr (warnings, mostly), each with the cell and the first line."""
+    found = []
+    for path in sorted(folder.rglob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            for output in cell.get("outputs", []):
+                if output.get("name") == "stderr":
+                    line = "".join(output["text"]).strip().partition("\n")[0]
+                    found.append(f"{path.stem}: In [{cell['execution_count']}] wrote to stderr: {line}")
+    return found
 
 
 def _relevant(output: str) -> str:

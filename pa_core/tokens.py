@@ -158,6 +158,26 @@ def transition_tokens(
     return tokens
 
 
+def round_tokens(
+    layout: TokenLayout,
+    log_pi: Tensor,
+    Q: Tensor,
+    *,
+    eta: float | Tensor | None = None,
+    transitions: Transitions | None = None,
+) -> Tensor:
+    """A round's tokens in causal order, ``[*batch, T, width]``: memory | actor queries | transitions | critic queries.
+
+    Actor queries are there if `eta` is given; transitions and critic queries if `transitions` are.
+    """
+    parts = [memory_tokens(layout, Q, log_pi=log_pi, adv=gauge_fixed(Q), Q=Q)]
+    if eta is not None:
+        parts.append(actor_query_tokens(layout, Q, eta))
+    if transitions is not None:
+        parts += [transition_tokens(layout, Q, transitions), critic_query_tokens(layout, Q)]
+    return torch.cat(parts, -2)
+
+
 def _inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
     """Indices drawn from rows of `weights` ``[..., K]`` with uniforms `u` ``[..., m]`` in [0, 1)."""
     cdf = weights.cumsum(-1)

@@ -23,7 +23,16 @@ from pa_core.bounds import (
     span,
     transition_lift,
 )
-from pa_core.control import closed_loop, exact_actor, exact_critic
+from pa_core.control import (
+    closed_loop,
+    contrary_actor,
+    contrary_critic,
+    exact_actor,
+    exact_critic,
+    frozen_actor,
+    noisy_actor,
+    noisy_critic,
+)
 from pa_core.families import random_mdps
 from pa_core.mdp import MDP, backup, evaluate, optimal_backup, solve
 from pa_core.pmd import mix_floor, pmd_step, uniform_log_policy
@@ -54,35 +63,22 @@ def make_q(rng, mdp, kind):
     return Q.round() if kind == "ties" else Q
 
 
-def near_delta(action, A):
-    """log of a policy with nearly all mass on `action` and full support."""
-    return torch.log_softmax(500.0 * torch.nn.functional.one_hot(action, A).double(), -1)
-
-
 def make_actor(rng, kind):
-    def noisy(log_pi, Q, eta):
-        noise = torch.from_numpy(rng.standard_normal(Q.shape))
-        return torch.log_softmax(pmd_step(log_pi, Q, eta) + 0.3 * noise, -1)
-
     return {
         "exact": exact_actor,
-        "frozen": lambda log_pi, Q, eta: log_pi,
-        "noisy": noisy,
+        "frozen": frozen_actor,
+        "noisy": noisy_actor(0.3, rng),
         "random": lambda log_pi, Q, eta: torch.log_softmax(torch.from_numpy(3 * rng.standard_normal(Q.shape)), -1),
-        "adversarial": lambda log_pi, Q, eta: near_delta(Q.argmin(-1), Q.shape[-1]),
+        "adversarial": contrary_actor,
     }[kind]
 
 
-def make_critic(rng, kind, Q_star):
-    def adversarial(mdp, log_pi, Q, _):  # always pushed away from Q*
-        target = backup(mdp, log_pi.exp(), Q)
-        return target + 0.5 * torch.where(target >= Q_star, 1.0, -1.0)
-
+def make_critic(kind, Q_star):
     return {
         "exact": exact_critic,
         "frozen": lambda mdp, log_pi, Q, _: Q,
-        "noisy": lambda mdp, log_pi, Q, _: backup(mdp, log_pi.exp(), Q) + torch.from_numpy(rng.normal(0, 0.3, Q.shape)),
-        "adversarial": adversarial,
+        "noisy": noisy_critic(0.3),
+        "adversarial": contrary_critic(0.5, Q_star),
         "misleading": lambda mdp, log_pi, Q, _: -backup(mdp, log_pi.exp(), Q),
     }[kind]
 
@@ -121,7 +117,7 @@ def test_one_round_contracts_and_pays_the_price(
     log_pi, Q = make_policy(rng, S, A, policy), make_q(rng, mdp, values)
     Q_star = solve(mdp).Q_star
     log_pi_next = mix_floor(make_actor(rng, actor)(log_pi, Q, eta), floor)
-    Q_next = make_critic(rng, critic, Q_star)(mdp, log_pi_next, Q, None)
+    Q_next = make_critic(critic, Q_star)(mdp, log_pi_next, Q, rng)
     zeta, delta = actor_residual(log_pi, Q, eta, log_pi_next), critic_residual(mdp, log_pi_next, Q, Q_next)
     gap, price = greedy_gap(log_pi_next, Q), prior_mass_price(log_pi, Q)
     gbar, E, E_next = transition_lift(mdp, gap), (Q_star - Q).abs().amax((-2, -1)), (Q_star - Q_next).abs().amax((-2, -1))
@@ -159,12 +155,13 @@ def test_every_returned_policy_is_within_its_bound(
     run = closed_loop(
         mdp,
         make_actor(rng, actor),
-        make_critic(rng, critic, solution.Q_star),
+        make_critic(critic, solution.Q_star),
         rounds=rounds,
         eta=eta,
         log_pi=make_policy(rng, S, A, policy),
         Q=start,
         floor=floor,
+        rng=rng,
     )
     loss = (solution.V_star - evaluate(mdp, run.log_pi.exp())).abs().amax(-1)  # [rounds + 1, N]
     recursion = error_recursion(run.E[0], run.delta, run.gbar, gamma)
@@ -242,7 +239,8 @@ def test_price_over_eta_is_the_right_order():
     price = prior_mass_price(log_pi, Q)[0].item()
     assert price == pytest.approx(200 * math.log(10), rel=1e-13)
     gap = greedy_gap(pmd_step(log_pi, Q, 0.99 * price), Q)[0].item()
-    assert 0.98 < gap * 0.99 <= 1.0  # gap / (price / eta): the bound is within 2 per cent
+    bound = greedy_gap_bound(price, 0.99 * price, span(Q), torch.zeros(())).item()
+    assert 0.98 * bound < gap <= bound
 
 
 def test_half_the_span_times_the_distance_is_attained():
@@ -362,7 +360,7 @@ def test_a_small_residual_can_hide_a_locked_actor(gamma, mass, eta):
     mdp = MDP(torch.ones(1, 2, 1), torch.tensor([[1.0, 0.0]]), gamma)
     start = torch.tensor([[mass, 1 - mass]], dtype=torch.float64).log()
     options = dict(rounds=40, eta=eta, log_pi=start, Q=torch.tensor([[1.0, 0.0]]))
-    locked = closed_loop(mdp, lambda log_pi, Q, eta: log_pi, exact_critic, **options)
+    locked = closed_loop(mdp, frozen_actor, exact_critic, **options)
     assert (locked.zeta <= 2 * mass * math.expm1(eta) * (1 + 1e-9)).all()  # the actor's residual, round after round
     loss = (1 - gamma) * (solve(mdp).V_star - evaluate(mdp, locked.log_pi[-1].exp()))
     assert loss.item() == pytest.approx(1 - mass, rel=1e-12)
@@ -376,7 +374,7 @@ def test_a_floor_at_a_fixed_step_lets_a_frozen_actor_drift_to_one_half():
     mdp = MDP(torch.ones(1, 2, 1), torch.tensor([[1.0, 0.0]]), 0.5)
     phi, mass = 0.1, 1e-6
     start = torch.tensor([[mass, 1 - mass]], dtype=torch.float64).log()
-    run = closed_loop(mdp, lambda log_pi, Q, eta: log_pi, exact_critic, rounds=200, eta=0.01, log_pi=start, floor=phi)
+    run = closed_loop(mdp, frozen_actor, exact_critic, rounds=200, eta=0.01, log_pi=start, floor=phi)
     k = torch.arange(201, dtype=torch.float64)
     torch.testing.assert_close(run.log_pi.exp()[:, 0, 0], 0.5 + (1 - phi) ** k * (mass - 0.5), rtol=0, atol=1e-13)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pa_core import bounds
-from pa_core.control import closed_loop, exact_actor, exact_critic
+from pa_core.control import closed_loop, corrupted_critic, exact_actor, exact_critic, noisy_actor, noisy_critic
 from pa_core.families import dirichlet_log_policies, random_mdps
 from pa_core.mdp import backup, evaluate, solve
 from pa_core.pmd import mix_floor, pmd_step, q_td_pmd
@@ -16,16 +16,6 @@ from pa_core.pmd import mix_floor, pmd_step, q_td_pmd
 @pytest.fixture
 def mdp():
     return random_mdps(5, 4, 3, gamma=0.9, rng=np.random.default_rng(0))
-
-
-def noisy_actor(rng):
-    return lambda log_pi, Q, eta: torch.log_softmax(
-        pmd_step(log_pi, Q, eta) + torch.from_numpy(rng.normal(0, 0.2, Q.shape)), -1
-    )
-
-
-def noisy_critic(mdp, log_pi, Q, rng):
-    return backup(mdp, log_pi.exp(), Q) + torch.from_numpy(rng.normal(0, 0.2, Q.shape))
 
 
 @pytest.mark.parametrize("floor", [0.0, 1e-3])
@@ -45,7 +35,9 @@ def test_exact_parts_give_q_td_pmd_and_zero_residuals(mdp, floor):
 def test_shapes_and_every_recorded_quantity(mdp):
     rng = np.random.default_rng(2)
     schedule = lambda k: torch.linspace(0.1, 1.0, 5, dtype=torch.float64) * (k + 1)
-    run = closed_loop(mdp, noisy_actor(rng), noisy_critic, rounds=6, eta=schedule, floor=0.01, rng=np.random.default_rng(3))
+    run = closed_loop(
+        mdp, noisy_actor(0.2, rng), noisy_critic(0.2), rounds=6, eta=schedule, floor=0.01, rng=np.random.default_rng(3)
+    )
     assert run.log_pi.shape == run.Q.shape == (7, 5, 4, 3)
     assert run.E.shape == (7, 5) and run.zeta.shape == run.delta.shape == run.gbar.shape == run.gmax.shape == (6, 5)
     Q_star = solve(mdp).Q_star
@@ -82,21 +74,11 @@ def test_policy_first_then_the_critic_sees_the_floored_policy(mdp):
         assert torch.equal(log_pi_next, mix_floor(pmd_step(log_pi, Q, 1.0), 0.1))
 
 
-def corrupting(round_to_corrupt, size):
-    count = iter(range(1000))
-
-    def critic(mdp, log_pi_next, Q, rng):
-        target = backup(mdp, log_pi_next.exp(), Q)
-        return target - size * Q.sign() if next(count) == round_to_corrupt else target
-
-    return critic
-
-
 def test_the_last_critic_call_changes_nothing_and_the_one_before_does(mdp):
     T = 6
     clean = closed_loop(mdp, exact_actor, exact_critic, rounds=T, eta=0.8)
-    last = closed_loop(mdp, exact_actor, corrupting(T - 1, 50.0), rounds=T, eta=0.8)
-    before = closed_loop(mdp, exact_actor, corrupting(T - 2, 50.0), rounds=T, eta=0.8)
+    last = closed_loop(mdp, exact_actor, corrupted_critic(50.0, call=T - 1), rounds=T, eta=0.8)
+    before = closed_loop(mdp, exact_actor, corrupted_critic(50.0, call=T - 2), rounds=T, eta=0.8)
     error = lambda run: bounds.error_recursion(run.E[0], run.delta, run.gbar, 0.9)[T - 1]
     bound = lambda run: bounds.returned_policy_bound(error(run), run.gmax[T - 1], 0.9)
     assert (last.delta[T - 1] == 50).all()
@@ -107,7 +89,7 @@ def test_the_last_critic_call_changes_nothing_and_the_one_before_does(mdp):
 
 
 def test_same_generator_same_loop_and_the_global_one_is_untouched(mdp):
-    go = lambda seed: closed_loop(mdp, exact_actor, noisy_critic, rounds=4, eta=0.8, rng=np.random.default_rng(seed))
+    go = lambda seed: closed_loop(mdp, exact_actor, noisy_critic(0.2), rounds=4, eta=0.8, rng=np.random.default_rng(seed))
     np.random.seed(0)
     torch.manual_seed(0)
     first = go(1).Q

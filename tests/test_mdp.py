@@ -65,7 +65,7 @@ def test_ties_take_the_lowest_action_and_cost_nothing():
     mdp = MDP(P, R, 0.9)
     assert solve(mdp).pi_star.argmax(-1).tolist() == [1, 0, 0]
     # A tie within the slack 1e-10 (1 + B) still goes to the lowest index, though another action is ahead by rounding.
-    R[2] = torch.tensor([5.0, 5.0 + 1e-12, 5.0, 5.0])
+    R[2, 1] = 5.0 + 1e-12
     assert solve(MDP(P, R, 0.9)).pi_star.argmax(-1).tolist() == [1, 0, 0]
     flat = MDP(P, torch.ones(3, 4), 0.9)
     assert solve(flat).pi_star.argmax(-1).tolist() == [0, 0, 0]

@@ -10,16 +10,22 @@ from hypothesis import strategies as st
 
 from pa_core.families import dirichlet_log_policies, random_mdps
 from pa_core.mdp import MDP, backup, evaluate, normalized_loss, optimal_backup, solve
-from pa_core.pmd import RULES, check_log_policy, eta_at, mix_floor, pmd_step, project_simplex, q_td_pmd, uniform_log_policy
+from pa_core.pmd import (
+    RULES,
+    check_log_policy,
+    eta_at,
+    kl,
+    mix_floor,
+    pmd_step,
+    project_simplex,
+    q_td_pmd,
+    uniform_log_policy,
+)
 
 
 def context(seed, n=3, S=4, A=3, scale=1.0):
     rng = np.random.default_rng(seed)
     return dirichlet_log_policies(n, S, A, rng), torch.from_numpy(scale * rng.standard_normal((n, S, A))), rng
-
-
-def kl(p, log_q):
-    return (torch.special.xlogy(p, p) - p * log_q).sum(-1)
 
 
 # ---- the step ----
@@ -31,6 +37,14 @@ def test_step_by_hand():
     # Weights 1/2, 1/4 * 2, 1/4 * 4 at eta = 1; 1/2, 1/4 * 4, 1/4 * 16 at eta = 2.  Rounding of a three-term softmax.
     assert pmd_step(log_pi, Q, 1.0).exp()[0].tolist() == pytest.approx([0.25, 0.25, 0.5], rel=1e-15)
     assert pmd_step(log_pi, Q, 2.0).exp()[0].tolist() == pytest.approx([1 / 11, 2 / 11, 8 / 11], rel=1e-15)
+
+
+def test_divergence_by_hand():
+    p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.25, 0.25, 0.5]], dtype=torch.float64)
+    q = torch.tensor([[0.25, 0.5, 0.25]], dtype=torch.float64).expand(3, 3)
+    assert kl(p, q.log()).tolist() == pytest.approx(
+        [0.5 * math.log(2), math.log(4), 0.25 * math.log(0.5) + 0.5 * math.log(2)]
+    )
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
