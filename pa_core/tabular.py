@@ -45,7 +45,7 @@ def actor_critic_increments(
     delta = steps.r + gamma * w.gather(-1, steps.s_next) - w.gather(-1, steps.s)  # [*batch, n]
     dw = torch.zeros_like(w).scatter_add(-1, steps.s, delta) / n
     pi = torch.take_along_dim(logits.softmax(-1), steps.s[..., None], -2)  # [*batch, n, A]
-    weight = delta * gamma ** torch.arange(n) if discounted_actor else delta
+    weight = delta * gamma ** torch.arange(n, dtype=delta.dtype) if discounted_actor else delta
     score = torch.nn.functional.one_hot(steps.a, A) - pi
     return dw, add_at(torch.zeros_like(logits), steps.s, weight[..., None] * score) / n
 
