@@ -2,13 +2,13 @@
 
     H_out = H + (1/n) (V H) (H^T P H),   H in R^{D x (n+1)}, columns are tokens (the transpose of the rest of the package).
 
-With one-hot features, d = S for the critic w and m = S A for the actor's logits.  Column i < n of the prompt is a transition,
-the last column is the present learner:
+With one-hot features, d = S for the critic w and m = S A for the actor's logits.  Column i < n of the prompt is a
+transition, the last column is the present learner:
 
     x_i = [e(s_i); gamma e(s_i'); r_i; gamma^i (e(s_i, a_i) - pi(. | s_i) at s_i)]  over zeros,    zeros over [1; logits; w].
 
-The rows of a matrix split accordingly: block 1 is the transition (2d + 1 + m rows), block 2 the learner (1 + m + d rows).  The
-read-out, the last m + d rows of the last column, is the learner after one actor-critic step (the source's Theorem 3.3).
+The rows of a matrix split accordingly: block 1 is the transition (2d + 1 + m rows), block 2 the learner (1 + m + d rows).
+The read-out, the last m + d rows of the last column, is the learner after one actor-critic step (the source's Theorem 3.3).
 Rates stay outside: V21 = diag(alpha, beta) times a unit-rate block, so that one trained block serves every rate exactly.
 """
 
@@ -103,7 +103,7 @@ class Block:
 
 
 def transition_columns(logits: Tensor, steps: Steps, gamma: float, *, discounted_actor: bool = True) -> Tensor:
-    """Block 1 of the prompt, ``[*batch, 2d + 1 + m, n]``; `discounted_actor` keeps the factor gamma^i of the actor's rows."""
+    """Block 1 of the prompt, ``[*batch, 2d + 1 + m, n]``; `discounted_actor` keeps the actor's factor gamma^i."""
     S, A, n = *logits.shape[-2:], steps.s.shape[-1]
     one_hot = torch.nn.functional.one_hot
     state, action = one_hot(steps.s, S).to(logits), one_hot(steps.a, A).to(logits)
@@ -158,7 +158,7 @@ def construct_block(shape: Shape, *, c: float = 1.0) -> Block:
 
 
 class LiangLai(BatchActorCritic):
-    """The block in the harness: its own outputs are the next learner; rates as in `tabular.BatchActorCritic`, its teacher."""
+    """The block in the harness: its own outputs are the next learner; `tabular.BatchActorCritic` is its teacher."""
 
     def __init__(
         self,

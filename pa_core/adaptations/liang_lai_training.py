@@ -1,4 +1,4 @@
-"""Training of the linear-attention actor-critic by teacher mimicking, and the checks that it must pass before it competes.
+"""Training of the linear-attention actor-critic by teacher mimicking.
 
 A chain is one MDP with a learner that the teacher moves (the source's teacher forcing, at the source's rates); every window
 of transitions under the learner's policy is one example: the block must return the teacher's unit-rate increments.
@@ -7,7 +7,6 @@ Only P12 and V21 are trained, since nothing else ever gets a gradient (the sourc
 
 import math
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,14 +17,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..contexts import environment_mdps
-from ..mdp import MDP, Solution, solve
-from ..online import Draws, Setting, Steps, Trajectories, make_draws, rows, run_online
+from ..online import Steps, Trajectories, make_draws, rows
 from ..protocol import Environment
 from ..runs import ARTIFACTS, provenance, save_run
 from ..seeding import rng_for
-from ..tabular import BatchActorCritic, actor_critic_increments, explored
+from ..tabular import actor_critic_increments, explored
 from ..train import STATE
-from .liang_lai import Block, LiangLai, Shape, assemble, learner_column, transition_columns
+from .liang_lai import Block, Shape, assemble, learner_column, transition_columns
 from .store import Config, load_state, load_tensors, save_state
 
 Count = Annotated[int, Field(ge=1)]
@@ -206,50 +204,3 @@ def load_liang_lai(config: LiangLaiConfig, run: int, root: Path = ARTIFACTS) -> 
     D = config.shape.width
     tensors, _ = load_tensors(config.name, run, root, config.hash, {"P": (D, D), "V": (D, D)})
     return Block(config.shape, tensors["P"], tensors["V"])
-
-
-@dataclass(frozen=True)
-class IncrementErrors:
-    """||increment - teacher's|| / ||teacher's||: `pooled` over all windows (Frobenius), `p95` per window."""
-
-    actor: float
-    critic: float
-    actor_p95: float
-    critic_p95: float
-
-
-class _Recorder(BatchActorCritic):
-    """The teacher, noting at every window what a block would have answered."""
-
-    def __init__(self, block: Block, alpha: Setting, beta: Setting) -> None:
-        super().__init__(alpha, beta)
-        self.student, self.squares = LiangLai(block, alpha, beta), []
-
-    def increments(self, steps: Steps) -> tuple[Tensor, Tensor]:
-        own = super().increments(steps)
-        self.student.sizes, self.student.w, self.student.logits = self.sizes, self.w, self.logits
-        answer = self.student.increments(steps)
-        for mine, other, n in zip(own, answer, (1, 2), strict=True):
-            error, size = ((x * x).flatten(-n).sum(-1) for x in (other - mine, mine))
-            self.squares.append((error, size))
-        return own
-
-
-def increment_errors(
-    block: Block, mdp: MDP, alpha: float, beta: float, *, rounds: int, draws: Draws, per_round: int = 20
-) -> IncrementErrors:
-    """Errors of a block on the windows of its teacher's own closed loop: increments, never learners, are compared."""
-    recorder = _Recorder(block, alpha, beta)
-    run_online(mdp, recorder, rounds=rounds, draws=draws, per_round=per_round)
-    pooled, tails = [], []
-    for part in (recorder.squares[1::2], recorder.squares[::2]):  # actor, critic
-        error, size = (torch.stack(x) for x in zip(*part, strict=True))
-        pooled.append(math.sqrt(error.sum() / size.sum()))
-        tails.append((error / size).sqrt().quantile(0.95).item())
-    return IncrementErrors(*pooled, *tails)
-
-
-def agreement(block: Block, mdp: MDP, alpha: float, beta: float, *, rounds: int, draws: Draws, solution: Solution):
-    """Closed-loop records of the block and of its teacher on the same draws."""
-    options = dict(rounds=rounds, draws=draws, solution=solution)
-    return run_online(mdp, LiangLai(block, alpha, beta), **options), run_online(mdp, BatchActorCritic(alpha, beta), **options)
