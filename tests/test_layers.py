@@ -13,7 +13,7 @@ LAYERS = """
 files seeding protocol stats
 mdp families pmd rates bounds control
 tokens decoder construct ledger scaling
-objectives coordinates learned contexts tasks runs train
+objectives coordinates learned contexts tasks runs train cards
 evaluation audit online adaptations
 claims figures
 params sources chapters execute book site references
