@@ -22,6 +22,7 @@ from .seeding import rng_for, seed_sequence
 from .tokens import sample_transitions
 
 STRESS = "longer_horizon_stress"
+TIE = 1e-9  # actions closer than this in Q* are equally good
 
 
 def reseeded(protocol: Protocol, seed: int) -> Protocol:
@@ -304,7 +305,7 @@ def shown(frame: pd.DataFrame, spec: str = ".3g") -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class NearTie:
-    """Log-odds of the two best actions in each MDP's state of the smallest gap.
+    """Log-odds of the two best actions in each MDP's state of the smallest gap; exact ties cost nothing and do not count.
 
     Attributes:
         gap: Q* of the best minus Q* of the second action there, ``[n]``.
@@ -331,7 +332,8 @@ class NearTie:
 def near_ties(problem: Problem, loop: Trajectory, oracle: Trajectory, eta: float, rounds: int) -> NearTie:
     """`NearTie` of learned loops ``[n_runs, n]`` and the exact one ``[n]`` after `rounds` rounds at step size `eta`."""
     values, order = problem.solution.Q_star.sort(-1, descending=True)
-    gap, state = (values[..., 0] - values[..., 1]).min(-1)
+    gaps = values[..., 0] - values[..., 1]
+    gap, state = gaps.where(gaps > TIE, torch.inf).min(-1)
     n = torch.arange(problem.n_tasks)
     best, second = order[n, state, 0], order[n, state, 1]
 
