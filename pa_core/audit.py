@@ -55,6 +55,12 @@ def broad(n_states: int, *, n_mdps: int, per_mdp: int = 24, half_width: float = 
     return ContextSet(_repeat(mdps, per_mdp), log_pi, Q, eta)
 
 
+def thin(inputs: ContextSet, every: int) -> ContextSet:
+    """Every so many rows (a divisor of the contexts of an MDP, so that all MDPs keep equally many)."""
+    rows = torch.arange(0, len(inputs), every)
+    return ContextSet(inputs.mdp[rows], inputs.log_pi[rows], inputs.Q[rows], inputs.eta[rows])
+
+
 def by_mdp(x: Tensor | np.ndarray, n_mdps: int) -> np.ndarray:
     """Mean over the contexts of each MDP: ``[..., N]`` to ``[..., n_mdps]``."""
     x = np.asarray(x)

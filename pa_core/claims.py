@@ -89,7 +89,7 @@ def read_claims(path: Path) -> dict[str, Claim]:
     try:
         raw: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read as YAML: {error}") from None
+        raise ValueError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: must hold a mapping of claims by id")
     try:
@@ -212,7 +212,14 @@ def record(
     display({MIME: made, "text/plain": line(made)}, raw=True)
 
 
+def record_row(claim_id: str, row: Any, note: str = "", *, task: str = "MDPs") -> None:
+    """`record` for a row of a comparison table: its value, low, high, n_runs and n_tasks."""
+    word = "run" if row["n_runs"] == 1 else "runs"
+    record(claim_id, row["value"], (row["low"], row["high"]), f"{row['n_runs']} {word} x {row['n_tasks']} {task}", note)
+
+
 def record_estimate(claim_id: str, estimate: Estimate, note: str = "", *, task: str = "MDPs") -> None:
     """`record` for an `Estimate`: value, interval and sample come from it."""
-    word = "run" if estimate.n_runs == 1 else "runs"
-    record(claim_id, estimate.value, estimate.ci, f"{estimate.n_runs} {word} x {estimate.n_tasks} {task}", note)
+    low, high = estimate.ci
+    row = {"value": estimate.value, "low": low, "high": high, "n_runs": estimate.n_runs, "n_tasks": estimate.n_tasks}
+    record_row(claim_id, row, note, task=task)

@@ -16,11 +16,13 @@ from . import contexts, runs, stats
 from .bounds import error_recursion, greedy_gap_bound, prior_mass_price, returned_policy_bound, span, transition_lift
 from .control import Actor, Critic, Trajectory, closed_loop, exact_actor, exact_critic
 from .mdp import MDP, Solution, evaluate, normalized_loss, solve
+from .pmd import pmd_step
 from .protocol import Protocol, load_protocol
 from .seeding import rng_for, seed_sequence
 from .tokens import sample_transitions
 
 STRESS = "longer_horizon_stress"
+TIE = 1e-9  # actions closer than this in Q* are equally good
 
 
 def reseeded(protocol: Protocol, seed: int) -> Protocol:
@@ -203,14 +205,15 @@ def losses_at(problem: Problem, loop: Trajectory, horizons: Sequence[int]) -> di
     return {T: problem.losses(loop.log_pi[T]) for T in horizons}
 
 
-def compare(scores: np.ndarray, oracle: np.ndarray, *name: str | int, replicates: int, level: float = 0.95) -> pd.DataFrame:
+def compare(scores: np.ndarray, oracle: np.ndarray, *name: str | int, replicates: int, **options) -> pd.DataFrame:
     """The registered estimands of scores beside an oracle: ratio of medians, ratio of means, median paired difference.
 
     Args:
         scores: ``[n_runs, n_tasks]``.
         oracle: ``[n_tasks]``, or ``[n_runs, n_tasks]`` where each run has its own (its own draws).
         name: name of the bootstrap's stream; everything else is fixed.
-        replicates, level: of the bootstrap.
+        replicates: of the bootstrap.
+        options: see `stats.bootstrap`, e.g. ``shared_tasks=True``.
 
     Returns:
         one row an estimand with columns estimand, value, low, high, runs (the individual runs), n_runs, n_tasks; a ratio to
@@ -225,7 +228,7 @@ def compare(scores: np.ndarray, oracle: np.ndarray, *name: str | int, replicates
     for title, (estimand, statistic) in wanted.items():
         rng = rng_for("bootstrap", title, *name)
         try:
-            e = estimand(scores, oracle, rng=rng, statistic=statistic, n_resamples=replicates, level=level)
+            e = estimand(scores, oracle, rng=rng, statistic=statistic, n_resamples=replicates, **options)
             rows.append((title, e.value, *e.ci, e.runs, e.n_runs, e.n_tasks))
         except ValueError as error:
             if "no ratio exists" not in str(error):
@@ -271,3 +274,72 @@ def bound_ladder(problem: Problem, loop: Trajectory, eta: float) -> dict[str, Te
         "measured gaps": returned_policy_bound(measured, loop.gmax, gamma),
         "residuals": returned_policy_bound(certified, gmax, gamma),
     }
+
+
+def pick(frame: pd.DataFrame, **where: object) -> pd.Series:
+    """The one row of a tidy table whose columns have the given values.
+
+    Raises:
+        KeyError: if none or several have.
+    """
+    rows = frame[np.all([np.ones(len(frame), dtype=bool)] + [frame[c] == value for c, value in where.items()], axis=0)]
+    if len(rows) != 1:
+        raise KeyError(f"{len(rows)} rows have {where}")
+    return rows.iloc[0]
+
+
+def shown(frame: pd.DataFrame, spec: str = ".3g") -> pd.DataFrame:
+    """A comparison as readers see it: one line a key, estimands side by side, individual runs of the first, the sample."""
+    keys = [c for c in frame.columns if c not in ("estimand", "value", "low", "high", "runs", "n_runs", "n_tasks")]
+    estimands = list(dict.fromkeys(frame["estimand"]))
+    lines = []
+    for key, part in frame.groupby(keys, sort=False):
+        rows = part.set_index("estimand")
+        texts = {e: f"{r['value']:{spec}} [{r['low']:{spec}}, {r['high']:{spec}}]" for e, r in rows.iterrows()}
+        first = rows.loc[estimands[0]]
+        runs_text = " ".join(format(x, ".3g") for x in first["runs"])
+        sample = f"{first['n_runs']} x {first['n_tasks']}"
+        lines.append({**dict(zip(keys, key, strict=True)), **texts, f"runs ({estimands[0]})": runs_text, "n": sample})
+    return pd.DataFrame(lines).set_index(keys)
+
+
+@dataclass(frozen=True)
+class NearTie:
+    """Log-odds of the two best actions in each MDP's state of the smallest gap; exact ties cost nothing and do not count.
+
+    Attributes:
+        gap: Q* of the best minus Q* of the second action there, ``[n]``.
+        exact: the oracle's log-odds, ``[n]``.
+        learned: those of the learned loops, ``[n_runs, n]``.
+        summed: same-context errors of the single steps in these log-odds, added up over the rounds, ``[n_runs, n]``.
+    """
+
+    gap: Tensor
+    exact: Tensor
+    learned: Tensor
+    summed: Tensor
+
+    @property
+    def drift(self) -> Tensor:
+        """Learned minus exact, ``[n_runs, n]``."""
+        return self.learned - self.exact
+
+    def excess(self) -> Tensor:
+        """Mass on the second of the two actions, learned over exact, ``[n_runs, n]``."""
+        return torch.sigmoid(-self.learned) / torch.sigmoid(-self.exact)
+
+
+def near_ties(problem: Problem, loop: Trajectory, oracle: Trajectory, eta: float, rounds: int) -> NearTie:
+    """`NearTie` of learned loops ``[n_runs, n]`` and the exact one ``[n]`` after `rounds` rounds at step size `eta`."""
+    values, order = problem.solution.Q_star.sort(-1, descending=True)
+    gaps = values[..., 0] - values[..., 1]
+    gap, state = gaps.where(gaps > TIE, torch.inf).min(-1)
+    n = torch.arange(problem.n_tasks)
+    best, second = order[n, state, 0], order[n, state, 1]
+
+    def odds(log_pi: Tensor) -> Tensor:
+        return log_pi[..., n, state, best] - log_pi[..., n, state, second]
+
+    exact_steps = pmd_step(loop.log_pi[:rounds], loop.Q[:rounds], eta)
+    summed = (odds(loop.log_pi[1 : rounds + 1]) - odds(exact_steps)).sum(0)
+    return NearTie(gap, odds(oracle.log_pi[rounds]), odds(loop.log_pi[rounds]), summed)
