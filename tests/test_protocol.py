@@ -1,6 +1,7 @@
 """The protocol: errors name file and key, every field is read, hashes cover their own cell, history bears the runs out."""
 
 import ast
+import inspect
 import re
 import subprocess
 
@@ -10,6 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from pa_core import protocol as protocol_module
+from pa_core import stats
 from pa_core.chapters import read_chapter
 from pa_core.contexts import shift_sets, test_mdps
 from pa_core.protocol import PATH, SIGNALS, CellConfig, Protocol, load_protocol, read_protocol
@@ -144,30 +146,43 @@ def names_read_in(paths) -> set[str]:
     return names
 
 
+# A chapter's parameters are literals, so a registered value that readers may vary is repeated there as the default.
+CARRIED = {
+    "Deployment.eta": ("eta", lambda p: p.deployment.eta),
+    "Deployment.horizons": ("horizon", lambda p: p.deployment.horizons[0]),
+    "Deployment.stress_horizon": ("stress_horizon", lambda p: p.deployment.stress_horizon),
+    "Deployment.n_test_mdps": ("n_mdps", lambda p: p.deployment.n_test_mdps),
+    "Deployment.floor_ablation": ("floor", lambda p: p.deployment.floor_ablation),
+    "Criterion.horizon": ("horizon", lambda p: p.criteria.repeated_control.horizon),
+    "Analysis.replicates": ("replicates", lambda p: p.analysis.replicates),
+}
+
+
+@pytest.mark.parametrize("name", ["09_repeated_control", "10_shifts", "11_boundaries"])
+def test_parameter_defaults_of_the_registered_analyses(name):
+    p, declared = load_protocol(), read_chapter(REPOSITORY, REPOSITORY / "chapters" / f"{name}.md").parameters
+    for parameter, value in (*CARRIED.values(), ("late_horizon", lambda p: p.deployment.horizons[1])):
+        if parameter in declared:
+            assert declared[parameter].default == value(p), f"{name}: {parameter}"
+    assert {"horizon", "n_mdps", "replicates", "eta"} <= set(declared)
+    assert p.criteria.shifts.horizon == p.criteria.repeated_control.horizon == p.deployment.horizons[0]
+
+
+def test_the_bootstrap_has_the_registered_level():
+    defaults = inspect.signature(stats.bootstrap).parameters
+    assert defaults["level"].default == load_protocol().analysis.level
+    assert defaults["n_resamples"].default == load_protocol().analysis.replicates
+
+
 def test_every_field_is_read(monkeypatch, tmp_path):
-    """Training and the evaluation sets are watched at work; what only analyses read is looked for in code and chapters."""
+    """Training and the evaluation sets are watched at work; what analyses read is looked for in code and chapters."""
     seen = fields_read_by_training(monkeypatch, tmp_path)
-    everything = {(c, f) for c, fields in sections(Protocol).items() for f in fields}
+    unread = {(c, f) for c, fields in sections(Protocol).items() for f in fields} - seen
     analysed = {"Deployment", "Criteria", "Criterion", "Analysis", "Protocol"}
-    unread = {(c, f) for c, f in everything - seen if c not in analysed}
-    assert not unread
+    assert not {(c, f) for c, f in unread if c not in analysed}
     named = names_read_in([*PATH.parent.glob("*.py"), *(REPOSITORY / "chapters").glob("*.md")])
-    assert {f"{c}.{f}" for c, f in everything - seen if f not in named} <= awaiting_their_chapter()
-
-
-def awaiting_their_chapter() -> set[str]:
-    """Fields of chapters that are not written yet; empty once they are."""
-    pending = {
-        "09_repeated_control": {
-            *("Deployment.horizons", "Deployment.stress_horizon", "Deployment.floor", "Criteria.repeated_control"),
-            *("Protocol.criteria", "Criterion.horizon", "Criterion.max_ratio", "Protocol.analysis", "Analysis.replicates"),
-        },
-        "10_shifts": {"Criteria.shifts"},
-        "11_boundaries": {"Deployment.floor_ablation"},
-        "07_training": {"Protocol.version"},
-    }
-    missing = [name for name in pending if not (REPOSITORY / "chapters" / f"{name}.md").exists()]
-    return set().union(*(pending[name] for name in missing))
+    carried = {*CARRIED, "Protocol.analysis"}
+    assert not {f"{c}.{f}" for c, f in unread if f not in named} - carried
 
 
 # ---- committed runs and the history ----------------------------------------------------------------------------------
