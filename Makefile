@@ -17,7 +17,7 @@ install: $(STAMP)  ## create .venv with the pinned packages (an installed torch 
 
 $(PY):
 	@found=""; for name in python3.13 python3.12 python3.11 python3; do \
-	  if command -v $$name >/dev/null && $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then found=$$name; break; fi; \
+	  if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$name; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then echo "error: Python 3.11 or newer is needed, and none was found: install python3.11, python3.12 or python3.13" >&2; exit 1; fi; \
 	if ! $$found -m venv $(VENV); then echo "error: $$found can't create a virtual environment: install its venv module (Debian: python3-venv)" >&2; rm -rf $(VENV); exit 1; fi

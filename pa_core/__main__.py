@@ -71,6 +71,21 @@ def _parser() -> argparse.ArgumentParser:
     accept.add_argument("chapters", nargs="*", help="numbers or names; all without")
     accept.add_argument("-j", "--workers", type=int, default=2, help="chapters at a time (default 2)")
     accept.set_defaults(command=accept_command)
+
+    train = commands.add_parser("train", help="train the missing runs of a cell", description="Train the missing runs of "
+                                "a registered cell.  A killed call goes on where it was when it is called again; a finished "
+                                "run is never trained again.")
+    train.add_argument("cell", nargs="?", help="name of a cell, e.g. policy_attention_s4 (see --list)")
+    train.add_argument("--list", action="store_true", help="list the cells, their budgets, finished and missing runs")
+    train.add_argument("--runs", help="run numbers, e.g. 0-4 or 0,2 (default: all that the protocol registers)")
+    train.add_argument("--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda or mps")
+    train.add_argument("--compiled", action="store_true", help="compile the loss: slower start, faster steps")
+    train.add_argument("--out", type=Path, metavar="DIR", help="folder for the runs (default: artifacts)")
+    train.set_defaults(command=train_command)
+
+    cards = commands.add_parser("cards", help="write the model card of every cell with a finished run")
+    cards.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs (default: artifacts)")
+    cards.set_defaults(command=cards_command)
     return parser
 
 
@@ -126,7 +141,7 @@ def run_command(arguments) -> int:
     except OSError as error:
         raise chapters.BookError(f"can't write to {out}: {error.strerror}") from None
     print(f"running {chapter.name}", flush=True)
-    outcome = execute.run_chapter(chapter, values)
+    outcome = execute.run_chapter(chapter, values, cell_timeout=None)  # retraining takes hours
     note = params.banner(chapter.parameters, values)
     if note:
         book.insert_banner(outcome.notebook, note)
@@ -164,6 +179,47 @@ def accept_command(arguments) -> int:
         wanted = [chapter for chapter in content.chapters if chapter in named]
         errors = references.accept(content, wanted, workers=arguments.workers)
     return _fail(errors, "their references stay") if errors else 0
+
+
+def train_command(arguments) -> int:
+    from . import cards, chapters, train
+
+    out, state = arguments.root / "artifacts", arguments.root / "_state"
+    if arguments.out:  # apart from the book's own runs, so that a resumed state is never theirs
+        out = arguments.out.resolve()
+        state = out / "_state"
+    if arguments.list:
+        print(cards.cell_table(out).to_string(index=False))
+        return 0
+    if not arguments.cell:
+        raise chapters.BookError("which cell? name one, or see them with --list")
+    try:
+        runs = train.parse_runs(arguments.runs) if arguments.runs else None
+        train.check_request(arguments.cell, runs, arguments.device)
+        (state / arguments.cell).mkdir(parents=True, exist_ok=True)  # a folder that can't be written is known at once
+        options = dict(device=arguments.device, compiled=arguments.compiled, out=out, state=state)
+        trained = train.train_cell(arguments.cell, runs, **options)
+        if trained:
+            cards.write_card(arguments.cell, out)
+    except (KeyError, ValueError) as error:
+        raise chapters.BookError(error.args[0]) from None
+    except OSError as error:
+        raise chapters.BookError(f"can't write to {error.filename or out}: {error.strerror}") from None
+    folder = out / arguments.cell
+    print(f"trained runs {', '.join(map(str, trained))}: {folder}" if trained else f"nothing is missing in {folder}")
+    return 0
+
+
+def cards_command(arguments) -> int:
+    from . import cards, chapters
+
+    out = (arguments.out or arguments.root / "artifacts").resolve()
+    try:
+        written = cards.write_cards(out)
+    except ValueError as error:
+        raise chapters.BookError(str(error)) from None
+    print("\n".join(map(str, written)) or f"no finished run in {out}")
+    return 0
 
 
 def _fail(errors: list[str], note: str) -> int:

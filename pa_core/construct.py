@@ -62,7 +62,7 @@ def residual_slots(layout: tk.TokenLayout) -> dict[str, slice]:
     return named
 
 
-def _isometry(n_slots: int, carrier: float | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def isometry(n_slots: int, carrier: float | None, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """J ``[n_slots, d_model]`` with orthonormal rows, and the unit carrier direction ``[d_model]`` (0 without carrier)."""
     if carrier is None:
         return torch.eye(n_slots, dtype=dtype), torch.zeros(n_slots, dtype=dtype)
@@ -99,7 +99,7 @@ def constructed_decoder(
     layout = tk.TokenLayout(n_states, n_actions)
     where = residual_slots(layout)
     n_slots, d_head = where["Qbar"].stop, n_states + n_actions + 2
-    J, c = _isometry(n_slots, carrier, dtype)
+    J, c = isometry(n_slots, carrier, dtype)
     sizes = dict(d_model=J.shape[1], n_layer=2, n_head=2, d_head=d_head, d_ffn=0, layer_norm=carrier is not None)
     config = DecoderConfig(layout.width, n_actions + 3, **sizes)
     decoder = Decoder(config, dtype=dtype, query_chunk=QUERY_CHUNK, value_width=n_actions).requires_grad_(False)
@@ -144,7 +144,7 @@ def layout_of(decoder: Decoder) -> tk.TokenLayout:
 def slot_values(decoder: Decoder, resid: Tensor) -> Tensor:
     """A residual stream ``[..., T, d_model]`` in slot coordinates, ``[..., T, n_slots]`` (see `residual_slots`)."""
     n_slots = residual_slots(layout_of(decoder))["Qbar"].stop
-    J, _ = _isometry(n_slots, 1.0 if decoder.config.layer_norm else None, resid.dtype)
+    J, _ = isometry(n_slots, 1.0 if decoder.config.layer_norm else None, resid.dtype)
     return resid @ J.T
 
 

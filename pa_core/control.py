@@ -12,8 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .bounds import actor_residual, critic_residual, greedy_gap, transition_lift
-from .mdp import MDP, Solution, backup, solve
+from .bounds import (
+    actor_residual,
+    critic_residual,
+    error_recursion,
+    greedy_gap,
+    greedy_gap_bound,
+    prior_mass_price,
+    returned_policy_bound,
+    span,
+    transition_lift,
+)
+from .mdp import MDP, Solution, backup, evaluate, solve
 from .pmd import Eta, check_floor, check_log_policy, eta_at, mix_floor, pmd_step, start
 
 Actor = Callable[[Tensor, Tensor, float | Tensor], Tensor]
@@ -163,3 +173,39 @@ def closed_loop(
         Qs.append(Q)
         E.append((Q_star - Q).abs().amax((-2, -1)))
     return Trajectory(*(torch.stack(x) for x in (log_pis, Qs, E, zeta, delta, gbar, gmax)))
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the returned-policy theorem says about a run, beside the truth; everything ``[T, *batch]`` by round.
+
+    Attributes:
+        contraction: part (a), ``gamma E_k + delta_k + gamma gbar_k``, a bound on ``E[k + 1]``.
+        price: part (b), the lifted price over eta plus half the span times zeta, a bound on ``gbar[k]``.
+        gap: the truth ``||V* - V^{pi_{k+1}}||_inf`` of the policy that round k returns.
+        measured: part (c), a bound on `gap` from the measured ``E_k``.
+        unrolled: part (c) with ``E_k`` bounded by the residuals of the rounds before it.
+    """
+
+    contraction: Tensor
+    price: Tensor
+    gap: Tensor
+    measured: Tensor
+    unrolled: Tensor
+
+
+def certify(mdp: MDP, run: Trajectory, *, eta: Eta, solution: Solution | None = None) -> Certificate:
+    """Parts (a)-(c) of the returned-policy theorem for a run that `closed_loop` recorded with step sizes `eta`."""
+    solution = solution or solve(mdp)
+    price = []
+    for k, zeta in enumerate(run.zeta):
+        lifted = transition_lift(mdp, prior_mass_price(run.log_pi[k], run.Q[k]))
+        price.append(greedy_gap_bound(lifted, eta_at(eta, k, mdp.batch_shape), span(run.Q[k]), zeta))
+    E = error_recursion(run.E[0], run.delta, run.gbar, mdp.gamma)
+    return Certificate(
+        contraction=mdp.gamma * run.E[:-1] + run.delta + mdp.gamma * run.gbar,
+        price=torch.stack(price),
+        gap=(solution.V_star - evaluate(mdp, run.log_pi[1:].exp())).abs().amax(-1),
+        measured=returned_policy_bound(run.E[:-1], run.gmax, mdp.gamma),
+        unrolled=returned_policy_bound(E[:-1], run.gmax, mdp.gamma),
+    )

@@ -125,3 +125,19 @@ def decay_rate(times: np.ndarray, distance: np.ndarray, *, low: float, high: flo
     if inside.sum() < 2:
         raise ValueError(f"only {inside.sum()} distances lie in [{low:g}, {high:g}]; a rate needs two")
     return -np.polyfit(times[inside], np.log(distance[inside]), 1)[0]
+
+
+def flow_rate(model: LogitModel, theta_star: Tensor, start: Tensor, loss: str = "prox") -> tuple[float, float]:
+    """The rate of gradient flow at theta*: predicted, lambda_min(M(theta*)), and measured on the flow from `start`."""
+    predicted = model.slowest_rate(theta_star)
+    times = np.linspace(0, 20 / predicted, 401)
+    path = gradient_flow(model.gradient(loss), start, times, origin=theta_star)
+    return predicted, decay_rate(times, (path - theta_star).norm(dim=-1).numpy(), low=1e-8, high=1e-5)
+
+
+def descent_factor(model: LogitModel, theta_star: Tensor, lr: float, steps: int = 50) -> tuple[float, float]:
+    """The factor of a step of descent near theta*: predicted, 1 - lr lambda_min(M(theta*)), and measured."""
+    values, vectors = torch.linalg.eigh(model.information(theta_star))
+    path = gradient_descent(model.gradient(), theta_star + 1e-4 * vectors[:, 0], lr, steps)
+    error = (path - theta_star).norm(dim=-1)
+    return 1 - lr * values[0].item(), ((error[-1] / error[0]) ** (1 / steps)).item()

@@ -69,8 +69,11 @@ def prepare_fonts() -> Path:
     return folder
 
 
-def run_chapter(chapter: Chapter, values: dict) -> Outcome:
-    """Execute a chapter with checked parameters `values`, in an empty scratch folder."""
+def run_chapter(chapter: Chapter, values: dict, *, cell_timeout: int | None = CELL_TIMEOUT) -> Outcome:
+    """Execute a chapter with checked parameters `values`, in an empty scratch folder.
+
+    A cell that runs longer than `cell_timeout` seconds fails; None lets it run for ever.
+    """
     import papermill
     from papermill.exceptions import PapermillExecutionError
 
@@ -92,7 +95,7 @@ def run_chapter(chapter: Chapter, values: dict) -> Outcome:
                     cwd=str(cwd),
                     progress_bar=False,
                     autosave_cell_every=0,
-                    execution_timeout=CELL_TIMEOUT,
+                    execution_timeout=cell_timeout,
                 )
             except PapermillExecutionError as failure:
                 error = _describe(chapter, failure)

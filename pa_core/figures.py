@@ -126,13 +126,13 @@ def token_map(ax: Axes, values, *, rows: dict[str, int], columns: dict[str, int]
         image: passed to matplotlib's `imshow`, whose result is returned.
     """
     drawn = ax.imshow(np.asarray(values), **image)
-    for groups, axis, line in ((rows, ax.yaxis, ax.axhline), (columns, ax.xaxis, ax.axvline)):
+    for groups, axis, line in ((dict(rows), ax.yaxis, ax.axhline), (dict(columns), ax.xaxis, ax.axvline)):
         edges = np.cumsum([0, *groups.values()])
-        slanted = 90 if len(groups) > 6 else 30 if groups is columns else 0
+        slanted = 0 if axis is ax.yaxis else 30 if len(groups) <= 6 else 90
         axis.set_ticks((edges[:-1] + edges[1:] - 1) / 2, list(groups), rotation=slanted, fontsize="x-small")
         for edge in edges[1:-1]:
             line(edge - 0.5, color="0.6", linewidth=0.7)
-        if groups is rows and outline is not None:
+        if axis is ax.yaxis and outline is not None:
             first, width = edges[list(groups).index(outline)], np.shape(values)[1]
             style = {"fill": False, "edgecolor": "C3", "linewidth": 1.8}
             box = plt.Rectangle((-0.45, first - 0.5), width - 0.1, groups[outline], **style)

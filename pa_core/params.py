@@ -210,4 +210,4 @@ def _table(declared: dict[str, Parameter], values: dict, note: str) -> str:
         )
     head = "<tr><th>parameter</th><th>value</th><th>allowed</th><th>meaning</th></tr>"
     strong = f'<p class="pa-rerun"><strong>{html.escape(note)}</strong></p>' if note else ""
-    return f'{strong}<table class="pa-parameters"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'
+    return f'{strong}<table class="dataframe pa-parameters"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>'

@@ -6,10 +6,8 @@ no pickle, no YAML tags.
 
 import hashlib
 import json
-import os
 import platform
 import subprocess
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .decoder import Decoder, DecoderConfig
+from .files import write_atomically
 from .learned import LearnedActor, LearnedCritic
 from .protocol import PATH as PROTOCOL_PATH
 from .protocol import CellConfig, load_protocol
@@ -31,22 +30,6 @@ ARTIFACTS = REPOSITORY / "artifacts"
 
 class RunError(ValueError):
     """A run is missing, damaged or not the one that was asked for; the message names the file."""
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a reader sees the old file or the whole new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _git(*arguments: str) -> str | None:

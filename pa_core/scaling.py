@@ -5,6 +5,7 @@ stand in `artifacts/construct_scaling.json`, which chapter 04 reads: a measured 
 """
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -62,7 +63,9 @@ def main() -> None:
     for task in [*map(str, SIZES), "Taxi-v4"]:
         code = f"import json; from pa_core.scaling import measure; print(json.dumps(measure({task!r})))"
         call = [sys.executable, "-c", code]
-        rows.append(json.loads(subprocess.run(call, check=True, capture_output=True, text=True, cwd=ROOT).stdout))
+        # A fixed threshold makes glibc give freed tensors back, else the peak depends on what it happens to keep.
+        env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
+        rows.append(json.loads(subprocess.run(call, check=True, capture_output=True, text=True, cwd=ROOT, env=env).stdout))
         print(rows[-1], flush=True)
     where = {"torch": torch.__version__, "machine": platform.machine(), "threads": 1, "dtype": "float64", "draws": DRAWS}
     FILE.parent.mkdir(exist_ok=True)

@@ -18,8 +18,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .decoder import Decoder
+from .files import write_atomically
 from .protocol import CellConfig, Optimiser, load_protocol
-from .runs import ARTIFACTS, REPOSITORY, RunError, decoder_config, finished_runs, provenance, save_run, write_atomically
+from .runs import (
+    ARTIFACTS,
+    REPOSITORY,
+    RunError,
+    decoder_config,
+    finished_runs,
+    provenance,
+    read_record,
+    save_run,
+)
 from .seeding import torch_generator
 from .tasks import Task, make_task
 
@@ -192,6 +202,33 @@ class Trainer:
         self.state_path.unlink(missing_ok=True)
 
 
+def parse_runs(text: str) -> list[int]:
+    """Run numbers as the command line writes them: ``"0-2,4"`` is [0, 1, 2, 4].
+
+    Raises:
+        ValueError: for anything else.
+    """
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+            raise ValueError(f"runs {text!r} can't be read; write 0, 0-4 or 0,2")
+        numbers += range(int(first), int(last or first) + 1)
+    return list(dict.fromkeys(numbers))
+
+
+def check_request(
+    cell: str, runs: Sequence[int] | None, device: str
+) -> tuple[CellConfig, list[int], torch.device]:
+    """The cell's configuration, the runs asked for (all if None) and the device; raises as `train_cell` does."""
+    protocol = load_protocol()
+    config, registered = protocol.cell(cell), range(protocol.cells[cell])
+    wanted = list(registered if runs is None else runs)
+    if unknown := [r for r in wanted if r not in registered]:
+        raise ValueError(f"{cell} has runs 0-{registered[-1]} in the protocol, not {unknown}")
+    return config, wanted, choose_device(device)
+
+
 def train_cell(
     cell: str,
     runs: Sequence[int] | None = None,
@@ -220,15 +257,10 @@ def train_cell(
         KeyError, ValueError: unknown cell, run or device.
         RunError: a damaged state, or one that began in another grouping.
     """
-    protocol = load_protocol()
-    config, registered = protocol.cell(cell), range(protocol.cells[cell])
-    wanted = list(registered if runs is None else runs)
-    if unknown := [r for r in wanted if r not in registered]:
-        raise ValueError(f"{cell} has runs 0-{registered[-1]} in the protocol, not {unknown}")
+    config, wanted, chosen = check_request(cell, runs, device)
     missing = [r for r in wanted if r not in finished_runs(cell, out)]
     if not missing:
         return []
-    chosen = choose_device(device)
     if chosen.type == "cpu":
         torch.set_flush_denormal(True)  # denormal moments of AdamW cost up to ten times the step
     label = "-".join(map(str, missing))
@@ -238,3 +270,19 @@ def train_cell(
     return missing
 
 
+def retrain(cell: str, out: str | Path, *, device: str = "auto") -> list[dict[str, Any]]:
+    """Train every registered run of a cell again in a folder of its own; returns the records, in order.
+
+    Args:
+        cell: see `train_cell`.
+        out: folder, from the top of the repository if it is relative; a call that was killed goes on from there.
+        device: see `train_cell`.
+
+    Raises:
+        ValueError: if `out` is the folder of the committed runs or in it, and as `train_cell`.
+    """
+    folder = (REPOSITORY / out).resolve()
+    if folder.is_relative_to(ARTIFACTS.resolve()):
+        raise ValueError(f"out = {str(out)!r} holds the committed runs, which are never overwritten; name another folder")
+    train_cell(cell, device=device, out=folder, state=folder / "_state", show_progress=False)
+    return [read_record(cell, run, folder) for run in finished_runs(cell, folder)]

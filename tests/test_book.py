@@ -11,7 +11,7 @@ import nbformat
 import pytest
 import toybook
 
-from pa_core import book, chapters, references, site
+from pa_core import book, chapters, claims, references, site
 from pa_core.__main__ import main
 
 NAMES = ["00_start", "01_toy", "02_plain", "03_file"]
@@ -289,3 +289,7 @@ def test_references_catch_a_changed_constant_and_refuse_to_check_nothing(root, c
     said = nbval("02_plain.ipynb", "03_file.ipynb")
     assert "02_plain.ipynb: has cells that were not executed" in said
     assert "03_file.ipynb: was made from other code than the chapter has" in said
+
+
+def test_the_builder_reads_what_the_ledger_writes():
+    assert book.CLAIM == claims.MIME  # apart, so that the builder need not import the ledger and what it needs

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pa_core import bounds
-from pa_core.control import closed_loop, corrupted_critic, exact_actor, exact_critic, noisy_actor, noisy_critic
+from pa_core.control import certify, closed_loop, corrupted_critic, exact_actor, exact_critic, noisy_actor, noisy_critic
 from pa_core.families import dirichlet_log_policies, random_mdps
 from pa_core.mdp import backup, evaluate, solve
 from pa_core.pmd import mix_floor, pmd_step, q_td_pmd
@@ -108,6 +108,26 @@ def test_one_mdp_without_a_batch(mdp):
     assert single.E.shape == (6,) and single.gbar.shape == (5,)
     torch.testing.assert_close(single.Q, batch.Q[:, 2], rtol=0, atol=1e-13)
     torch.testing.assert_close(single.gbar, batch.gbar[:, 2], rtol=0, atol=1e-13)
+
+
+def test_certificate_is_the_theorem_applied_to_the_record(mdp):
+    eta = lambda k: torch.linspace(0.1, 1.0, 5, dtype=torch.float64) * (k + 1)
+    run = closed_loop(mdp, noisy_actor(0.2, np.random.default_rng(4)), exact_critic, rounds=6, eta=eta)
+    c = certify(mdp, run, eta=eta)
+    Q_star, V_star = solve(mdp).Q_star, solve(mdp).V_star
+    for k in range(6):  # by the formulas, from the history alone
+        Q, p = run.Q[k], run.log_pi[k + 1].exp()
+        close = dict(rtol=0, atol=1e-12)
+        E = (Q_star - Q).abs().amax((-2, -1))
+        torch.testing.assert_close(c.contraction[k], 0.9 * E + run.delta[k] + 0.9 * run.gbar[k], **close)
+        price = -(run.log_pi[k].exp() * (Q == Q.amax(-1, keepdim=True))).sum(-1).log()
+        lifted = torch.einsum("nsap,np->nsa", mdp.P, price).amax((-2, -1))
+        half_span = (Q.amax(-1) - Q.amin(-1)).amax(-1) / 2
+        torch.testing.assert_close(c.price[k], lifted / eta(k) + half_span * run.zeta[k], **close)
+        torch.testing.assert_close(c.gap[k], (V_star - evaluate(mdp, p)).amax(-1), **close)
+        torch.testing.assert_close(c.measured[k], (2 * E + run.gmax[k]) / 0.1, **close)
+        past = 0.9**k * run.E[0] + sum(0.9 ** (k - 1 - j) * (run.delta[j] + 0.9 * run.gbar[j]) for j in range(k))
+        torch.testing.assert_close(c.unrolled[k], (2 * past + run.gmax[k]) / 0.1, **close)
 
 
 def test_a_given_solution_is_used(mdp):

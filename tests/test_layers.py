@@ -13,8 +13,8 @@ LAYERS = """
 files seeding protocol stats
 mdp families pmd rates bounds control
 tokens decoder construct ledger scaling
-objectives coordinates learned contexts tasks runs train
-evaluation audit online adaptations
+objectives coordinates learned contexts tasks runs train cards
+evaluation audit online tabular model_based tuning adaptations
 claims figures
 params sources chapters execute book site references
 bench sweep

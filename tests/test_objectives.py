@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from pa_core.coordinates import (
     LogitModel,
     decay_rate,
+    descent_factor,
     effective_model,
+    flow_rate,
     gradient_descent,
     gradient_flow,
     realizable_model,
@@ -145,18 +147,24 @@ def test_gradient_descent_contracts_up_to_the_certified_rate(seed, distance, sha
     assert (error[1:] <= factors * error[:-1] + 1e-13).all()
 
 
-def test_flow_decays_at_the_slowest_rate():
+def test_flow_and_descent_end_at_the_slowest_rate():
     model, theta_star = random_model(rng_for("tests", "flow"))
-    rate = model.slowest_rate(theta_star)
-    times = np.linspace(0, 20 / rate, 201)
     for loss in ("prox", "label"):
-        path = gradient_flow(model.gradient(loss), theta_star + 1.0, times, origin=theta_star)
-        error = (path - theta_star).norm(dim=-1).numpy()
+        predicted, measured = flow_rate(model, theta_star, theta_star + 1.0, loss)
         # At a distance below 1e-5 the curvature differs from its limit by about as much.
-        assert decay_rate(times, error, low=1e-8, high=1e-5) == pytest.approx(rate, rel=1e-4)
-        if loss == "prox":
-            slowest = min(model.slowest_rate(x) for x in path)
-            assert (error <= np.exp(-slowest * times) * error[0] * (1 + 1e-6)).all()
+        assert measured == pytest.approx(predicted, rel=1e-4)
+    predicted, measured = descent_factor(model, theta_star, 2 / model.squared_norm)
+    assert 0 < predicted < 1 and measured == pytest.approx(predicted, rel=1e-4)
+
+
+def test_flow_is_never_slower_than_the_least_rate_on_its_path():
+    model, theta_star = random_model(rng_for("tests", "path"))
+    times = np.linspace(0, 5 / model.slowest_rate(theta_star), 51)
+    path = gradient_flow(model.gradient(), theta_star + 2.0, times, origin=theta_star)
+    error = (path - theta_star).norm(dim=-1).numpy()
+    slowest = min(model.slowest_rate(x) for x in path)
+    assert slowest < 0.9 * model.slowest_rate(theta_star)  # the start is far
+    assert (error <= np.exp(-slowest * times) * error[0] * (1 + 1e-6)).all()
 
 
 def test_unidentified_directions_never_move():

@@ -1,0 +1,86 @@
+"""What the adaptations' trainers share: a resumable state on disk, and finished runs that are verified when loaded."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from ..runs import RunError, finished_runs, run_paths, write_atomically
+
+
+class Config(BaseModel):
+    """Everything that determines the runs of one cell, frozen; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the canonical JSON of this configuration."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def save_state(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Write tensors and plain JSON as one file, so that a kill leaves the old state or the new one."""
+    data = safetensors.torch.save({k: t.detach().contiguous() for k, t in tensors.items()}, {"state": json.dumps(state)})
+    write_atomically(path, data)
+
+
+def load_state(path: Path, identity: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The state saved last, or None if there is none.
+
+    Args:
+        path: the file.
+        identity: entries that the state must have, e.g. run and configuration.
+
+    Raises:
+        RunError: for a damaged file, or a state of another run or configuration.
+    """
+    if not path.exists():
+        return None
+    data = path.read_bytes()
+    try:
+        tensors = safetensors.torch.load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        state = json.loads(header["__metadata__"]["state"])
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise RunError(f"{path}: damaged training state ({error}); delete it to start again") from None
+    if found := {k: state.get(k) for k, v in identity.items() if state.get(k) != v}:
+        raise RunError(f"{path}: a state of another run: {found}; delete it to start again")
+    return tensors, state
+
+
+def load_tensors(
+    cell: str, run: int, root: Path, config_hash: str, shapes: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and record of a finished run, verified.
+
+    Raises:
+        RunError: for a missing or damaged file, another configuration or other shapes; the message names the file.
+    """
+    weights_path, record_path = run_paths(cell, run, root)
+    try:
+        record = json.loads(record_path.read_text(encoding="utf-8"))
+        found = record["config_hash"]
+    except FileNotFoundError:
+        have = finished_runs(cell, root) or "none"
+        raise RunError(f"{record_path}: no such run; finished runs of {cell}: {have}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise RunError(f"{record_path}: damaged record ({type(error).__name__})") from None
+    if found != config_hash:
+        raise RunError(f"{record_path}: made under another configuration of {cell}")
+    try:
+        data = weights_path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{weights_path}: cannot be read: {error.strerror}") from None
+    if hashlib.sha256(data).hexdigest() != record.get("weights_sha256"):
+        raise RunError(f"{weights_path}: checksum differs from the one in {run}.json; the file is damaged or was replaced")
+    tensors = safetensors.torch.load(data)
+    if {k: tuple(t.shape) for k, t in tensors.items()} != shapes:
+        raise RunError(f"{weights_path}: weights of another shape")
+    return tensors, record
