@@ -16,11 +16,13 @@ from . import contexts, runs, stats
 from .bounds import error_recursion, greedy_gap_bound, prior_mass_price, returned_policy_bound, span, transition_lift
 from .control import Actor, Critic, Trajectory, closed_loop, exact_actor, exact_critic
 from .mdp import MDP, Solution, evaluate, normalized_loss, solve
+from .pmd import pmd_step
 from .protocol import Protocol, load_protocol
 from .seeding import rng_for, seed_sequence
 from .tokens import sample_transitions
 
 STRESS = "longer_horizon_stress"
+TIE = 1e-9  # actions closer than this in Q* are equally good
 
 
 def reseeded(protocol: Protocol, seed: int) -> Protocol:
@@ -299,3 +301,45 @@ def shown(frame: pd.DataFrame, spec: str = ".3g") -> pd.DataFrame:
         sample = f"{first['n_runs']} x {first['n_tasks']}"
         lines.append({**dict(zip(keys, key, strict=True)), **texts, f"runs ({estimands[0]})": runs_text, "n": sample})
     return pd.DataFrame(lines).set_index(keys)
+
+
+@dataclass(frozen=True)
+class NearTie:
+    """Log-odds of the two best actions in each MDP's state of the smallest gap; exact ties cost nothing and do not count.
+
+    Attributes:
+        gap: Q* of the best minus Q* of the second action there, ``[n]``.
+        exact: the oracle's log-odds, ``[n]``.
+        learned: those of the learned loops, ``[n_runs, n]``.
+        summed: same-context errors of the single steps in these log-odds, added up over the rounds, ``[n_runs, n]``.
+    """
+
+    gap: Tensor
+    exact: Tensor
+    learned: Tensor
+    summed: Tensor
+
+    @property
+    def drift(self) -> Tensor:
+        """Learned minus exact, ``[n_runs, n]``."""
+        return self.learned - self.exact
+
+    def excess(self) -> Tensor:
+        """Mass on the second of the two actions, learned over exact, ``[n_runs, n]``."""
+        return torch.sigmoid(-self.learned) / torch.sigmoid(-self.exact)
+
+
+def near_ties(problem: Problem, loop: Trajectory, oracle: Trajectory, eta: float, rounds: int) -> NearTie:
+    """`NearTie` of learned loops ``[n_runs, n]`` and the exact one ``[n]`` after `rounds` rounds at step size `eta`."""
+    values, order = problem.solution.Q_star.sort(-1, descending=True)
+    gaps = values[..., 0] - values[..., 1]
+    gap, state = gaps.where(gaps > TIE, torch.inf).min(-1)
+    n = torch.arange(problem.n_tasks)
+    best, second = order[n, state, 0], order[n, state, 1]
+
+    def odds(log_pi: Tensor) -> Tensor:
+        return log_pi[..., n, state, best] - log_pi[..., n, state, second]
+
+    exact_steps = pmd_step(loop.log_pi[:rounds], loop.Q[:rounds], eta)
+    summed = (odds(loop.log_pi[1 : rounds + 1]) - odds(exact_steps)).sum(0)
+    return NearTie(gap, odds(oracle.log_pi[rounds]), odds(loop.log_pi[rounds]), summed)

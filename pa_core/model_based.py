@@ -118,7 +118,7 @@ class PosteriorSampling:
         self,
         rng: np.random.Generator,
         *,
-        concentration: float = 1.0,
+        concentration: Setting = 1.0,
         reward_range: tuple[float, float] = (-1.0, 1.0),
         returned: str = "sampled",
     ) -> None:
@@ -138,7 +138,7 @@ class PosteriorSampling:
 
     def observe(self, steps: Steps) -> None:
         self.counts.add(steps)
-        seen, weight = self.counts.visits > 0, self.counts.N + self.concentration
+        seen, weight = self.counts.visits > 0, self.counts.N + fitted(self.concentration, 3)
         low, high = self.reward_range
         u = torch.from_numpy(self.rng.random(weight.shape))
         reward = low + (high - low) * torch.from_numpy(self.rng.random(seen.shape))

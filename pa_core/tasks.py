@@ -162,3 +162,24 @@ def _indices(config: CellConfig, kind: str, run: int, number: int, steps: int, b
     """Examples of a block, ``[steps, B]``: every signal sees the same ones in the same order."""
     rng = rng_for("batches", kind, config.n_states, run, number, root=config.root_seed)
     return torch.from_numpy(rng.integers(config.contexts.n_contexts, size=(steps, batch)))
+
+
+def least_losses(config: CellConfig, run: int, steps: int) -> Tensor:
+    """The least possible loss of a run on its own batches, mean over each `steps` steps, ``[budget / steps]`` in float64.
+
+    What a logged loss exceeds it by is KL(p, q) for the signals without labels, KL(q, p) for labels, both to the PMD step q,
+    and the shortfall from the best action for reward alone.  For a critic it is 0.
+    """
+    n = config.budget.steps // steps
+    if config.signal == "critic":
+        return torch.zeros(n, dtype=torch.float64)
+    c = _training_set(config, run)
+    log_q, adv = c.target(), gauge_fixed(c.Q)
+    if config.signal == "pmd_target":
+        rows = label_loss(log_q, log_q.exp())
+    elif config.signal == "reward_only":
+        rows = -adv.amax(-1)
+    else:
+        rows = prox_loss(log_q, c.log_pi, adv, c.eta)
+    least = rows.mean(-1)  # [n_contexts]
+    return torch.stack([least[_indices(config, "actor", run, i, steps, config.budget.batch)].mean() for i in range(n)])

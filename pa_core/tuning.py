@@ -62,7 +62,7 @@ def sweep(
 
 
 def _summary(loss: Tensor, prefix: str) -> dict[str, float]:
-    values = {"median": loss.median(), "mean": loss.mean(), "p90": loss.quantile(0.9)}
+    values = {"median": loss.quantile(0.5), "mean": loss.mean(), "p90": loss.quantile(0.9)}
     return {prefix + name: value.item() for name, value in values.items()}
 
 

@@ -233,3 +233,22 @@ def test_td_errors_put_a_perfect_reader_on_the_noise_floor():
     np.testing.assert_array_equal(errors["learned"][0], errors["draws"])
     assert (errors["learned"][1] == 0).all() and (errors["learned_to_draws"][0] == 0).all()
     np.testing.assert_array_equal(errors["learned_to_draws"][1], errors["draws"])
+
+
+def test_drift_is_the_sum_of_one_step_errors_when_only_the_actor_errs():
+    """A constant bias of the log-odds adds up round by round; the critic is frozen so that contexts stay the same."""
+    p = problem()
+    frozen = lambda mdp, log_pi_next, Q, rng: Q
+    Q = p.solution.Q_star
+    best = torch.nn.functional.one_hot(Q.argmax(-1), 3).to(Q)
+    actors = [exact_actor, lambda log_pi, Q, eta: torch.log_softmax(pmd_step(log_pi, Q, eta) - 0.1 * best, -1)]
+    start = dict(rounds=5, eta=0.8, log_pi=torch.full_like(Q, -np.log(3)), Q=Q)
+    oracle = closed_loop(p.mdp, exact_actor, frozen, **start)
+    pair = [closed_loop(p.mdp, a, frozen, **start) for a in actors]
+    for loop, size in zip(pair, (0.0, -0.5), strict=True):
+        ties = evaluation.near_ties(p, loop, oracle, 0.8, 5)
+        assert (ties.gap > 0).all() and ties.gap.shape == ties.drift.shape == (6,)
+        torch.testing.assert_close(ties.drift, torch.full_like(ties.drift, size), rtol=0, atol=1e-12)
+        torch.testing.assert_close(ties.summed, ties.drift, rtol=0, atol=1e-12)
+        torch.testing.assert_close(ties.exact, 5 * 0.8 * ties.gap, rtol=0, atol=1e-12)
+        assert bool((ties.excess() > 1.0001).all()) == (size < 0)

@@ -254,6 +254,13 @@ def test_posterior_draws_follow_the_dirichlet_law():
     assert (R[:, 0] == 0.25).all() and -1 <= R[:, 1].min() < -0.9 and 0.9 < R[:, 1].max() <= 1
 
 
+def test_a_strong_prior_keeps_posterior_sampling_from_committing():
+    mdp = mdps(16, S=2, A=2, gamma=0.5)
+    grid = torch.tensor([[1.0], [1e4]], dtype=torch.float64)
+    record = run(mdp.expand(2, 16), PosteriorSampling(np.random.default_rng(0), concentration=grid), rounds=20)
+    assert record.loss[-1, 0].mean() < record.loss[-1, 1].mean()
+
+
 def test_optimism_explores():
     """Pairs not seen yet keep q0: a large one makes the controller visit more of them."""
     mdp = mdps(24, S=8)

@@ -11,7 +11,7 @@ from pa_core.__main__ import main
 from pa_core.cards import card, cell_table, write_cards
 from pa_core.protocol import load_protocol
 from pa_core.runs import ARTIFACTS, RunError, finished_runs, load_decoder, read_record, run_paths, save_run
-from pa_core.tasks import make_task
+from pa_core.tasks import least_losses, make_task
 from pa_core.train import BLOCK, Trainer, choose_device, learning_rate, parse_runs, retrain, train_cell
 
 CPU = torch.device("cpu")
@@ -165,6 +165,25 @@ def test_signals_share_data_and_order():
     for other in blocks[1:]:
         for name, value in blocks[0].items():
             assert torch.equal(value, other[name])
+
+
+@pytest.mark.parametrize("signal", ["policy_attention", "pmd_target", "reward_only", "critic"])
+def test_least_losses_are_those_of_the_minimiser_on_the_same_batches(signal):
+    """An actor that returns the minimiser itself, scored by the task's own loss."""
+    config = small(f"{signal}_s4", steps=8)
+    task, least = make_task(config, [1], CPU), least_losses(config, 1, 4)
+    assert least.shape == (2,)
+    for number in range(2):
+        block = task.block(number, 4, config.budget.batch)
+        if signal == "reward_only":
+            perfect = block["adv"] * 1e6
+        elif signal == "critic":
+            perfect = block["target"]
+        else:
+            perfect = block["log_pi"] + block["eta"][..., None, None] * block["adv"]
+        losses = [task.loss(lambda *_, x=x, **__: x, {k: v[i] for k, v in block.items()}) for i, x in enumerate(perfect)]
+        # float32 against float64
+        assert torch.stack(losses).mean().item() == pytest.approx(least[number].item(), rel=1e-5, abs=1e-6)
 
 
 def test_learning_rate_schedule():
