@@ -20,10 +20,11 @@ _MATHJAX = "mathjax/static/mathjax/es5/tex-svg-full.js"
 _STAMP = ".made-from.json"
 
 
-def build_html(staging: Path, target: Path, *, strict: bool = False) -> bool:
+def build_html(staging: Path, target: Path, *, strict: bool = False, alone: bool = False) -> bool:
     """Build `target` from `staging` unless it was already made from the same files.  True if it was built.
 
-    With `strict`, warnings and unresolved references are errors.  Raises BookError; `target` is then as before.
+    With `strict`, warnings and unresolved references are errors.  `alone` is for one chapter without its book: what leads
+    to the others becomes text, without a warning.  Raises BookError; `target` is then as before.
     """
     previous = target.with_name(f".{target.name}.previous")
     if previous.exists() and not target.exists():
@@ -38,7 +39,7 @@ def build_html(staging: Path, target: Path, *, strict: bool = False) -> bool:
     shutil.rmtree(scratch, ignore_errors=True)
     source = scratch / "book"
     shutil.copytree(staging, source)
-    _hide_claims(source)
+    _adapt(source, alone)
     mathjax = source / "_vendor" / Path(_MATHJAX).name  # outside _static: everything there is loaded by every page
     mathjax.parent.mkdir()
     shutil.copyfile(distribution("django-static-mathjax").locate_file(_MATHJAX), mathjax)
@@ -48,7 +49,7 @@ def build_html(staging: Path, target: Path, *, strict: bool = False) -> bool:
     command += ["-W", "-n", "--keep-going"] if strict else []
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     warnings = _relevant(result.stdout.replace(f"{source}/", ""))
-    if warnings:
+    if warnings and not (alone and result.returncode == 0):
         print(warnings, flush=True)
     made = scratch / "_build" / "html"
     if result.returncode or not made.is_dir():
@@ -107,7 +108,7 @@ def build_one_page(notebook: Path, book_root: Path, target: Path) -> None:
         shutil.copytree(book_root / "_static", page.with_name("_static"))
     (page.parent / "_toc.yml").write_text(f"format: jb-book\nroot: {notebook.stem}\n", encoding="utf-8")
     try:
-        build_html(page.parent, target)
+        build_html(page.parent, target, alone=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -131,16 +132,34 @@ def _relevant(output: str) -> str:
     return "\n".join(line for line in lines if not re.match(usual, line))
 
 
-def _hide_claims(folder: Path) -> None:
-    """Drop from the notebooks below `folder` what is for the builder alone; myst-nb warns of unknown output types."""
+def _adapt(folder: Path, alone: bool) -> None:
+    """Change the copy of a staging tree in `folder` into what Sphinx reads without complaint.
+
+    Notebooks lose the outputs that are for the builder alone, and links between chapters, written `NAME.md`, follow them
+    to the executed notebook, or become text where the chapter stands `alone`.
+    """
     for path in folder.rglob("*.ipynb"):
         notebook = json.loads(path.read_text(encoding="utf-8"))
         for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown":
+                cell["source"] = _relink("".join(cell["source"]), path.parent, alone)
             for output in cell.get("outputs", []):
                 output.get("data", {}).pop(CLAIM, None)
             if "outputs" in cell:
-                cell["outputs"] = [o for o in cell["outputs"] if o.get("data", True)]
+                cell["outputs"] = [output for output in cell["outputs"] if output.get("data", True)]
         path.write_text(json.dumps(notebook), encoding="utf-8")
+    for path in folder.rglob("*.md"):
+        path.write_text(_relink(path.read_text(encoding="utf-8"), path.parent, alone), encoding="utf-8")
+
+
+def _relink(text: str, folder: Path, alone: bool) -> str:
+    def target(match: re.Match) -> str:
+        label, name, anchor = match.groups("")
+        if (folder / f"{name}.ipynb").exists():
+            return f"[{label}]({name}.ipynb{anchor})"
+        return label if alone else match[0]
+
+    return re.sub(r"\[([^\[\]]+)\]\(([\w./-]+)\.md(#[\w-]+)?\)", target, text)
 
 
 def _is_made_from(target: Path, content: str, strict: bool) -> bool:

@@ -101,6 +101,7 @@ def test_build_changes_only_what_it_must_and_a_failure_leaves_the_pages(root, ca
     page = root / "_build" / "html" / "chapters" / "01_toy.html"
     assert code == 0 and "built" in said.out and "6.000000" in page.read_text()
     assert (root / "_build" / "html" / "index.html").is_file()
+    assert 'href="01_toy.html"' in (root / "_build" / "html" / "chapters" / "02_plain.html").read_text().split("<article")[1]
     before = {path: path.stat().st_ino for path in [page, *book.staging(root, "full").rglob("*.ipynb")]}
 
     code, said = build("--strict")
@@ -111,7 +112,7 @@ def test_build_changes_only_what_it_must_and_a_failure_leaves_the_pages(root, ca
     toybook.edit(root / "helper.py", "3.0", "4.0")
     code, said = build()
     assert code == 1 and "6.000000" in page.read_text()
-    assert "02_plain: In [3] (cell 3, from line 27 of chapters/02_plain.md) raised ZeroDivisionError" in said.err
+    assert "02_plain: In [3] (cell 3, from line 29 of chapters/02_plain.md) raised ZeroDivisionError" in said.err
     assert "8.000000" in staged(root)["01_toy"].decode()  # the others still ran
     assert "ZeroDivisionError" in (root / "_build" / "full" / "failed" / "02_plain.ipynb").read_text()
     assert len(said.err.splitlines()) == 3  # chapter, the one that needs all others, what stays

@@ -75,7 +75,7 @@ def write(root: Path) -> Path:
             parameters="factor: float = 2.0  # what multiplies [m] {0 < x <= 10}",
             pa="{smoke: {factor: 1.5}}",
         ),
-        "chapters/02_plain.md": chapter("Plain", "print({'b', 'a', 'c'}, 1.5)"),
+        "chapters/02_plain.md": chapter("Plain\n\nAfter [the toy](01_toy.md).", "print({'b', 'a', 'c'}, 1.5)"),
         "chapters/03_file.md": chapter("File", "print(7)", pa='{artifacts: ["data/*.txt"]}'),
     }
     for name, text in files.items():
