@@ -128,15 +128,18 @@ def _execute(jobs: dict, profile: str, times: dict, workers: int, force: bool, *
     prepare_fonts()  # before the workers, which would each do it
     shown = _Progress(len(waiting))
     shown.line(f"{profile}: {len(waiting)} of {len(jobs)} chapters to run")
-    pool = ProcessPoolExecutor(min(workers, len(waiting)), get_context("spawn"), _leave_with_parent, (os.getpid(),))
-    with pool:
+    log = waiting[0][0].root / "_build" / profile / "kernels.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    started = (os.getpid(), log)
+    with ProcessPoolExecutor(min(workers, len(waiting)), get_context("spawn"), _start_worker, started) as pool:
         futures = {pool.submit(_execute_one, *job, profile): job[0] for job in waiting}
         for future in as_completed(futures):
             chapter = futures[future]
             try:
                 seconds, error = future.result()
             except BrokenProcessPool:
-                seconds, error = 0.0, f"{chapter.name}: a worker process was killed (out of memory?)"
+                seconds, error = 0.0, f"{chapter.name}: a worker process was killed (out of memory?); see {log}"
             if error:
                 errors.append(error)
             else:
@@ -207,8 +210,12 @@ def _stage_static(book: Book, profile: str) -> None:
             path.rmdir()
 
 
-def _leave_with_parent(parent: int) -> None:
-    """In a worker: end it, and with it its kernel, when the builder is gone, so that no orphan goes on writing."""
+def _start_worker(parent: int, log: Path) -> None:
+    """In a worker: end it, and with it its kernel, when the builder is gone, so that no orphan goes on writing.
+
+    What kernels say outside of cells goes to `log`: ipykernel calls its own shutdown an ERROR now and then.
+    """
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
 
     def watch():
         while os.getppid() == parent:
