@@ -143,5 +143,19 @@ def strip(notebook: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode:
             cell.metadata["tags"] = [*tags, "remove-input"]
         if cell.cell_type == "code" and cell.source.startswith(INJECTED):
             cell["source"] = cell.source.rstrip()
+        if cell.cell_type == "code":
+            cell["outputs"] = join_streams(cell.outputs)
     notebook["cells"] = cells
     return notebook
+
+
+def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Neighbouring outputs of one stream as one: a busy kernel may flush a cell's text in several pieces."""
+    joined: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        last = joined[-1] if joined else None
+        if last is not None and output.output_type == "stream" == last.output_type and output.name == last.name:
+            last["text"] += output.text
+        else:
+            joined.append(output)
+    return joined

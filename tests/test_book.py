@@ -294,3 +294,13 @@ def test_references_catch_a_changed_constant_and_refuse_to_check_nothing(root, c
 
 def test_the_builder_reads_what_the_ledger_writes():
     assert book.CLAIM == claims.MIME  # apart, so that the builder need not import the ledger and what it needs
+
+
+def test_text_flushed_in_pieces_is_one_output():
+    from nbformat.v4 import new_output
+
+    from pa_core.execute import join_streams
+
+    pieces = [("stdout", "a\n"), ("stdout", "b\n"), ("stderr", "c\n"), ("stdout", "d\n")]
+    joined = join_streams([new_output("stream", name=name, text=text) for name, text in pieces])
+    assert [(o.name, o.text) for o in joined] == [("stdout", "a\nb\n"), ("stderr", "c\n"), ("stdout", "d\n")]

@@ -252,3 +252,12 @@ def test_drift_is_the_sum_of_one_step_errors_when_only_the_actor_errs():
         torch.testing.assert_close(ties.summed, ties.drift, rtol=0, atol=1e-12)
         torch.testing.assert_close(ties.exact, 5 * 0.8 * ties.gap, rtol=0, atol=1e-12)
         assert bool((ties.excess() > 1.0001).all()) == (size < 0)
+
+
+def test_pieces_change_no_row():
+    """float32 sums over a model width of 64 may be blocked differently: 1e-5 of numbers of order 1."""
+    critic = random_network("critic_s4", 0)
+    tokens = torch.from_numpy(np.random.default_rng(0).standard_normal((7, 96, critic.layout.width))).float()
+    whole = critic.decoder(tokens, last=12)
+    for size in (96, 300, 5000):
+        torch.testing.assert_close(evaluation.Pieces(critic.decoder, size)(tokens, last=12), whole, rtol=0, atol=1e-5)
