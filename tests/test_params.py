@@ -109,6 +109,12 @@ def test_the_banner_names_only_what_differs():
     assert params.banner(declared, {"eta": 1.0, "n": 6}) == "Run with eta = 1.0, n = 6: not the book's numbers"
 
 
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    """Kernels start elsewhere and find the package also where it isn't installed."""
+    monkeypatch.setenv("PYTHONPATH", str(toybook.REPOSITORY))
+
+
 def run_plain(tmp_path, values):
     """The route without this project's command line."""
     source = tmp_path / "a.md"
