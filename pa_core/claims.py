@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from .stats import Estimate
+from .validated import Frozen, read_model
 
 PATH = Path(__file__).with_name("claims.yaml")
 MIME = "application/vnd.pa-core.claim+json"
@@ -26,11 +26,7 @@ class ClaimError(ValueError):
     """An unknown claim, or a value that cannot be recorded for it."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Claim(_Frozen):
+class Claim(Frozen):
     """One number of the paper.
 
     Attributes:
@@ -74,7 +70,7 @@ class Claim(_Frozen):
         return self
 
 
-class Ledger(_Frozen):
+class Ledger(Frozen):
     """All claims by id."""
 
     claims: dict[str, Claim]
@@ -86,17 +82,7 @@ def read_claims(path: Path) -> dict[str, Claim]:
     Raises:
         ValueError: one line a problem, each naming the file and the key.
     """
-    try:
-        raw: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: must hold a mapping of claims by id")
-    try:
-        return Ledger.model_validate({"claims": raw}).claims
-    except ValidationError as error:
-        lines = (f"{path}: {'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
-        raise ValueError("\n".join(lines)) from None
+    return read_model(path, lambda raw: Ledger.model_validate({"claims": raw}), "claims by id", skip=1).claims
 
 
 @cache

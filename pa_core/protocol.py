@@ -1,13 +1,12 @@
 """The registered protocol: validated, frozen models read from ``protocol.yaml``; an unknown key is an error."""
 
-import hashlib
-import json
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
+
+from .validated import Count, Discount, Frozen, Positive, Probability, read_model
 
 PATH = Path(__file__).with_name("protocol.yaml")
 SIGNALS = (
@@ -19,24 +18,15 @@ SIGNALS = (
     "critic",
 )
 
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Discount = Annotated[float, Field(ge=0, lt=1)]
 
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Environment(_Frozen):
+class Environment(Frozen):
     n_actions: Count
     gamma: Discount
     concentration: Positive
     reward_range: list[float] = Field(min_length=2, max_length=2)
 
 
-class Contexts(_Frozen):
+class Contexts(Frozen):
     n_mdps: Count
     n_contexts: Count
     rounds: Count
@@ -47,11 +37,11 @@ class Contexts(_Frozen):
     log_pi_clamp: Annotated[float, Field(lt=0)]
 
 
-class CriticSampling(_Frozen):
+class CriticSampling(Frozen):
     samples_per_pair: Count
 
 
-class Model(_Frozen):
+class Model(Frozen):
     d_model: Count
     n_layer: Count
     n_head: Count
@@ -59,7 +49,7 @@ class Model(_Frozen):
     d_ffn: Count
 
 
-class Optimiser(_Frozen):
+class Optimiser(Frozen):
     lr: Positive
     betas: list[Probability] = Field(min_length=2, max_length=2)
     weight_decay: Annotated[float, Field(ge=0)]
@@ -67,24 +57,24 @@ class Optimiser(_Frozen):
     final_fraction: Probability
 
 
-class Budget(_Frozen):
+class Budget(Frozen):
     steps: Count
     batch: Count
 
 
-class Budgets(_Frozen):
+class Budgets(Frozen):
     actor: Budget
     increment: Budget
     critic: Budget
 
 
-class Audit(_Frozen):
+class Audit(Frozen):
     n_mdps: Count
     n_contexts: Count
     points: Count
 
 
-class Deployment(_Frozen):
+class Deployment(Frozen):
     eta: Positive
     horizons: list[Count]
     stress_horizon: Count
@@ -93,46 +83,46 @@ class Deployment(_Frozen):
     floor_ablation: Annotated[float, Field(gt=0, lt=1)]
 
 
-class SparseTransitions(_Frozen):
+class SparseTransitions(Frozen):
     concentration: Positive
 
 
-class SparseRewards(_Frozen):
+class SparseRewards(Frozen):
     reward_rate: Annotated[float, Field(gt=0, le=1)]
 
 
-class LongerHorizon(_Frozen):
+class LongerHorizon(Frozen):
     gamma: Discount
     stress_gamma: Discount
 
 
-class Ring(_Frozen):
+class Ring(Frozen):
     slip: Probability
 
 
-class Shifts(_Frozen):
+class Shifts(Frozen):
     sparse_transitions: SparseTransitions
     sparse_rewards: SparseRewards
     longer_horizon: LongerHorizon
     ring: Ring
 
 
-class Criterion(_Frozen):
+class Criterion(Frozen):
     horizon: Count
     max_ratio: Positive
 
 
-class Criteria(_Frozen):
+class Criteria(Frozen):
     repeated_control: Criterion
     shifts: Criterion
 
 
-class Analysis(_Frozen):
+class Analysis(Frozen):
     replicates: Count
     level: Annotated[float, Field(gt=0, lt=1)]
 
 
-class CellConfig(_Frozen):
+class CellConfig(Frozen):
     """Everything that determines the runs of one cell; its hash goes with each run."""
 
     signal: str
@@ -150,14 +140,8 @@ class CellConfig(_Frozen):
     def name(self) -> str:
         return f"{self.signal}_s{self.n_states}"
 
-    @property
-    def hash(self) -> str:
-        """SHA-256 of the canonical JSON of this configuration."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
 
-
-class Protocol(_Frozen):
+class Protocol(Frozen):
     version: Count
     root_seed: int
     environment: Environment
@@ -210,19 +194,10 @@ def read_protocol(path: Path) -> Protocol:
     Raises:
         ValueError: one line a problem, each naming the file and the key.
     """
+    protocol = read_model(path, Protocol.model_validate, "sections")
     try:
-        raw: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read as YAML: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: must hold a mapping of sections")
-    try:
-        protocol = Protocol.model_validate(raw)
         for name in protocol.cells:
             _split(name)
-    except ValidationError as error:
-        lines = (f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ValueError("\n".join(lines)) from None
     except ValueError as error:
         raise ValueError(f"{path}: cells: {error}") from None
     return protocol

@@ -4,7 +4,6 @@ Everything random comes from streams named by size, run and block of steps, so a
 killed and resumed, it ends with the same bytes as a run that was left alone.
 """
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -12,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from .decoder import Decoder
-from .files import write_atomically
 from .protocol import CellConfig, Optimiser, load_protocol
 from .runs import (
     ARTIFACTS,
@@ -31,6 +28,7 @@ from .runs import (
     save_run,
 )
 from .seeding import torch_generator
+from .state import read_state, save_state
 from .tasks import Task, make_task
 
 BLOCK = 80  # steps between two points at which a run can resume; divides the steps between audits of every budget
@@ -148,18 +146,10 @@ class Trainer:
         return tensors
 
     def _save(self) -> None:
-        text = json.dumps({"grouping": self.grouping, "progress": vars(self.progress)})
-        tensors = {name: t.contiguous().cpu() for name, t in self._moments().items()}
-        write_atomically(self.state_path, safetensors.torch.save(tensors, {"state": text}))
+        save_state(self.state_path, self._moments(), {"grouping": self.grouping, "progress": vars(self.progress)})
 
     def _resume(self) -> None:
-        data = self.state_path.read_bytes()
-        try:
-            tensors = safetensors.torch.load(data)
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-            state = json.loads(header["__metadata__"]["state"])
-        except (safetensors.SafetensorError, KeyError, ValueError) as error:
-            raise RunError(f"{self.state_path}: damaged training state ({error}); delete it to start again") from None
+        tensors, state = read_state(self.state_path)
         if state["grouping"] != self.grouping:
             raise RunError(
                 f"{self.state_path}: began as {state['grouping']}, cannot go on as {self.grouping}; "

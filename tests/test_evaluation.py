@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pa_core import audit, contexts, evaluation
+from pa_core import audit, contexts, diagnosis, evaluation
 from pa_core.control import closed_loop, exact_actor, exact_critic
 from pa_core.families import dirichlet_log_policies, random_mdps
 from pa_core.learned import LearnedCritic
@@ -157,7 +157,7 @@ def test_unfinished_cells_are_counted_not_refused(tmp_path):
 def test_each_step_of_the_bound_holds(scale):
     p = problem(seed=4)
     loop = evaluation.run_loops(p, [biased(scale), random_network("policy_attention_s4", 1)], rounds=9, eta=0.8)
-    ladder = evaluation.bound_ladder(p, loop, 0.8)
+    ladder = diagnosis.bound_ladder(p, loop, 0.8)
     steps = list(ladder.values())
     assert all(x.shape == (9, 2, 6) for x in steps)
     for lower, higher in zip(steps[:-1], steps[1:], strict=True):
@@ -246,7 +246,7 @@ def test_drift_is_the_sum_of_one_step_errors_when_only_the_actor_errs():
     oracle = closed_loop(p.mdp, exact_actor, frozen, **start)
     pair = [closed_loop(p.mdp, a, frozen, **start) for a in actors]
     for loop, size in zip(pair, (0.0, -0.5), strict=True):
-        ties = evaluation.near_ties(p, loop, oracle, 0.8, 5)
+        ties = diagnosis.near_ties(p, loop, oracle, 0.8, 5)
         assert (ties.gap > 0).all() and ties.gap.shape == ties.drift.shape == (6,)
         torch.testing.assert_close(ties.drift, torch.full_like(ties.drift, size), rtol=0, atol=1e-12)
         torch.testing.assert_close(ties.summed, ties.drift, rtol=0, atol=1e-12)

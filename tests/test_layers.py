@@ -10,11 +10,11 @@ PACKAGE = Path(sources.__file__).parent
 
 # A row for each module, the lowest layer first.  A module that does not exist (yet) may be listed.
 LAYERS = """
-files seeding protocol stats
+files validated seeding protocol stats
 mdp families pmd rates bounds control
 tokens decoder construct ledger scaling
-objectives coordinates learned contexts tasks runs train cards
-evaluation audit online tabular model_based tuning adaptations
+objectives coordinates learned contexts tasks runs state train cards
+evaluation diagnosis audit online tabular model_based tuning adaptations
 claims figures
 params sources chapters execute book site references
 bench sweep

@@ -6,12 +6,12 @@ import pandas as pd
 from ..mdp import MDP, solve
 from ..online import Draws, run_online
 from ..tabular import BatchActorCritic
+from ..validated import Frozen
 from .algorithm_distillation import AlgorithmDistillation, Distiller
 from .distillation_training import DistillationConfig, Histories, held_out_nll
-from .store import Config
 
 
-class DistillationCriteria(Config):
+class DistillationCriteria(Frozen):
     """The registered qualification."""
 
     rounds: list[int] = [1, 5, 20]  # the median loss falls along them

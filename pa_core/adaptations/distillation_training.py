@@ -17,19 +17,19 @@ from ..online import make_draws, run_online
 from ..protocol import Environment
 from ..runs import ARTIFACTS, provenance, save_run
 from ..seeding import rng_for, torch_generator
+from ..state import save_state
 from ..tabular import BatchActorCritic
 from ..train import STATE, learning_rate
+from ..validated import Count, Frozen, Positive
 from .algorithm_distillation import Distiller, DistillerSizes, Tokens
-from .store import Config, load_state, load_tensors, save_state
+from .store import load_state, load_tensors
 
 BLOCK = 20  # steps between two points at which a run can resume
 SAVE_SECONDS = 60.0  # a kill costs at most this much work, and a block
 
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
 
 
-class DistillationConfig(Config):
+class DistillationConfig(Frozen):
     """One cell.  The source is the batch actor-critic at rates alpha and beta; the optimiser is AdamW with a cosine."""
 
     n_states: Count

@@ -12,11 +12,11 @@ from torch import Tensor
 from ..mdp import MDP, solve
 from ..online import Draws, Steps, run_online
 from ..tabular import BatchActorCritic
+from ..validated import Frozen
 from .liang_lai import Block, LiangLai
-from .store import Config
 
 
-class LiangLaiCriteria(Config):
+class LiangLaiCriteria(Frozen):
     """Upper limits of the registered qualification."""
 
     increment_error: float = 1e-2  # ||increment - teacher's||_F / ||teacher's||_F over all windows, actor and critic each

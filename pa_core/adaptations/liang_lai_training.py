@@ -21,16 +21,15 @@ from ..online import Steps, Trajectories, make_draws, rows
 from ..protocol import Environment
 from ..runs import ARTIFACTS, provenance, save_run
 from ..seeding import rng_for
+from ..state import save_state
 from ..tabular import actor_critic_increments, explored
 from ..train import STATE
+from ..validated import Count, Frozen, Positive
 from .liang_lai import Block, Shape, assemble, learner_column, transition_columns
-from .store import Config, load_state, load_tensors, save_state
-
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
+from .store import load_state, load_tensors
 
 
-class LiangLaiConfig(Config):
+class LiangLaiConfig(Frozen):
     """One cell: `blocks` times `chains` MDPs, `windows` a chain, batches of `batch` windows of `per_round` transitions."""
 
     n_states: Count

@@ -7,28 +7,10 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from ..runs import RunError, finished_runs, run_paths, write_atomically
-
-
-class Config(BaseModel):
-    """Everything that determines the runs of one cell, frozen; an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    @property
-    def hash(self) -> str:
-        """SHA-256 of the canonical JSON of this configuration."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-def save_state(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write tensors and plain JSON as one file, so that a kill leaves the old state or the new one."""
-    data = safetensors.torch.save({k: t.detach().contiguous() for k, t in tensors.items()}, {"state": json.dumps(state)})
-    write_atomically(path, data)
+from ..runs import RunError, finished_runs, run_paths
+from ..state import read_state
 
 
 def load_state(path: Path, identity: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -43,13 +25,7 @@ def load_state(path: Path, identity: dict[str, Any]) -> tuple[dict[str, Tensor],
     """
     if not path.exists():
         return None
-    data = path.read_bytes()
-    try:
-        tensors = safetensors.torch.load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        state = json.loads(header["__metadata__"]["state"])
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise RunError(f"{path}: damaged training state ({error}); delete it to start again") from None
+    tensors, state = read_state(path)
     if found := {k: state.get(k) for k, v in identity.items() if state.get(k) != v}:
         raise RunError(f"{path}: a state of another run: {found}; delete it to start again")
     return tensors, state
