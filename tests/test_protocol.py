@@ -105,7 +105,7 @@ def sections(model: type[BaseModel], where: str = "") -> dict[str, set[str]]:
 def fields_read_by_training(monkeypatch, tmp_path) -> set[tuple[str, str]]:
     """(class, field) of what is looked up when cells are trained and evaluation sets are made; dumps for hashes apart."""
     seen: set[tuple[str, str]] = set()
-    base = protocol_module._Frozen
+    base = protocol_module.Frozen
 
     def getattribute(self, name):
         if name in type(self).model_fields:
