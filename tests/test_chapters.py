@@ -30,5 +30,11 @@ def test_figures_have_captions_and_words_for_those_who_cannot_see_them(chapter):
             assert len(meta.get("image", {}).get("alt", "")) > 20, f"no alt text: {figure['name']}"
 
 
+@pytest.mark.parametrize("chapter", BOOK.chapters, ids=lambda chapter: chapter.name)
+def test_no_output_holds_a_memory_address(chapter):
+    """A pandas Styler draws a random id and prints its address, so two builds of the book would differ."""
+    assert not [cell.source for cell in chapter.code_cells if re.search(r"\.style\b", cell.source)]
+
+
 def test_every_page_in_the_folder_is_in_the_book():
     assert {path for path in (BOOK.root / "chapters").glob("*.md")} == set(BOOK.pages)
